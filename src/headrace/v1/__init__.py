@@ -1,0 +1,1 @@
+"""Generated stubs of the wire contract (proto/headrace/v1); regenerate with `make proto`."""
