@@ -39,7 +39,9 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Variable-length sequences laid end to end; N tokens of S sequences. Arrays over tokens are aligned with token_ids.
+    """Variable-length sequences laid end to end: N tokens of S sequences.
+
+    Arrays over tokens are aligned with token_ids.
 
     Position i scores the token at i: `logprobs[i]` is log p(token_ids[i] | tokens before it in its sequence). The first
     token of each sequence has no score and loss_mask 0.

@@ -6,8 +6,8 @@ from typing import NamedTuple
 class PolicyVersion(NamedTuple):
     """A version of the policy: how many batches one incarnation of the learner has consumed.
 
-    A skipped step (non-finite gradient) counts too. Ordered first by incarnation, then by version. A pair never means two
-    different weights: a restart that cannot prove its weights equal starts a new incarnation.
+    A skipped step (non-finite gradient) counts too. Ordered first by incarnation, then by version. A pair never means
+    two different weights: a restart that cannot prove its weights equal starts a new incarnation.
     """
 
     incarnation: int
