@@ -258,6 +258,7 @@ class RecordHeader(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
     MEAN_VERSION_FIELD_NUMBER: _builtins.int
+    NUM_LOSS_TOKENS_FIELD_NUMBER: _builtins.int
     record_id: _builtins.str
     group_id: _builtins.str
     sample_index: _builtins.int
@@ -267,6 +268,8 @@ class RecordHeader(_message.Message):
     num_response_tokens: _builtins.int
     mean_version: _builtins.float
     """Mean over the response tokens of the version counter."""
+    num_loss_tokens: _builtins.int
+    """Response tokens with loss mask 1."""
     @_builtins.property
     def oldest_version(self) -> Global___PolicyVersion: ...
     @_builtins.property
@@ -284,10 +287,11 @@ class RecordHeader(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         num_response_tokens: _builtins.int = ...,
         mean_version: _builtins.float = ...,
+        num_loss_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["newest_version", b"newest_version", "oldest_version", b"oldest_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "group_size", b"group_size", "mean_version", b"mean_version", "newest_version", b"newest_version", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "oldest_version", b"oldest_version", "record_id", b"record_id", "sample_index", b"sample_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "group_size", b"group_size", "mean_version", b"mean_version", "newest_version", b"newest_version", "num_loss_tokens", b"num_loss_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_response_tokens", b"num_response_tokens", "oldest_version", b"oldest_version", "record_id", b"record_id", "sample_index", b"sample_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
