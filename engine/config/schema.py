@@ -1,7 +1,7 @@
 """The configuration of a run: one struct a section, unknown keys refused.
 
-Each field's comment is its documentation: `headrace config schema` prints it. Names follow what users of this field know;
-`ALIASES` holds the other names that are understood.
+Each field's comment is its documentation: `headrace config schema` prints it. Names follow what users of this field
+know; `ALIASES` holds the other names that are understood.
 """
 
 from typing import Annotated, Literal
@@ -29,7 +29,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all sections."""
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True, kw_only=True):
     """The run as a whole."""
 
     name: str = "run"  # the run folder is <folder>/<name>-<date>
@@ -39,7 +39,7 @@ class RunConfig(Section):
     hub: Literal["process", "inproc"] = "process"  # where the engine's hub runs; a child process by default
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """The model that is trained and sampled from."""
 
     path: str = ""  # a folder, a hub name, or package://python_package/file.gguf
@@ -47,7 +47,7 @@ class ModelConfig(Section):
     max_context_tokens: Positive = 2048  # prompt and response together
 
 
-class DataConfig(Section):
+class DataConfig(Section, frozen=True, kw_only=True):
     """Where prompts come from."""
 
     source: Literal["reasoning_gym", "jsonl", "parquet", "hf", "function"] = "jsonl"
@@ -62,7 +62,7 @@ class DataConfig(Section):
     prompt_key: str = "prompt"  # column that holds the prompt; the other columns become the prompt's data
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Section, frozen=True, kw_only=True):
     """Sampling and the inference engines."""
 
     backend: Literal["auto", "vllm", "transformers", "scripted"] = "auto"
@@ -82,19 +82,19 @@ class RolloutConfig(Section):
     partial_rollout: bool = True  # requests go on across a weight update
 
 
-class ScheduleConfig(Section):
+class ScheduleConfig(Section, frozen=True, kw_only=True):
     """Batches, groups and how stale samples may be."""
 
     group_size: Positive = 8  # samples of one prompt
     groups_per_step: Positive = 8
-    max_staleness: NonNegative = 1  # policy versions between the oldest token and the step that trains on it; 0 is on-policy
+    max_staleness: NonNegative = 1  # versions between the oldest token and the step that trains on it; 0: on-policy
     staleness_measure: Literal["oldest", "mean", "newest"] = "oldest"
     stale_policy: Literal["wait", "drop"] = "wait"
     weight_sync_steps: Positive = 1  # publish every so many steps
     max_inflight: NonNegative = 0  # groups running at once over all engines; 0: the staleness window
 
 
-class ImportanceConfig(Section):
+class ImportanceConfig(Section, frozen=True, kw_only=True):
     """Correction for the difference between sampler and learner."""
 
     level: Literal["token", "sequence"] = "token"
@@ -102,7 +102,7 @@ class ImportanceConfig(Section):
     cap: PositiveFloat = 2.0
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """The RL method."""
 
     name: str = "grpo"  # an entry point of headrace.algorithms
@@ -115,7 +115,7 @@ class AlgorithmConfig(Section):
     importance: ImportanceConfig = ImportanceConfig()
 
 
-class LearnerConfig(Section):
+class LearnerConfig(Section, frozen=True, kw_only=True):
     """The trainer."""
 
     num_ranks: Positive = 1
@@ -137,7 +137,7 @@ class LearnerConfig(Section):
     step_timeout_s: PositiveFloat = 1800.0
 
 
-class RewardConfig(Section):
+class RewardConfig(Section, frozen=True, kw_only=True):
     """How samples are scored."""
 
     function: str = ""  # module:function, run in a killable pool of ours
@@ -152,14 +152,14 @@ class RewardConfig(Section):
     connect_timeout_s: PositiveFloat = 20.0
 
 
-class BufferConfig(Section):
+class BufferConfig(Section, frozen=True, kw_only=True):
     """The table between sampling and learning."""
 
     capacity_records: Positive = 65_536
     capacity_bytes: Positive = 1 << 30
 
 
-class EvalConfig(Section):
+class EvalConfig(Section, frozen=True, kw_only=True):
     """Held-out prompts, scored between steps."""
 
     num_prompts: NonNegative = 0  # 0: no evaluation
@@ -170,7 +170,7 @@ class EvalConfig(Section):
     threshold: float = 1.0  # a reward of at least this much counts as right
 
 
-class TimeoutConfig(Section):
+class TimeoutConfig(Section, frozen=True, kw_only=True):
     """Deadlines of waits that no other section sets, in seconds."""
 
     start_s: PositiveFloat = 600.0  # every role up and ready
@@ -179,7 +179,7 @@ class TimeoutConfig(Section):
     no_progress_s: PositiveFloat = 900.0  # nothing trained, scored or sampled for so long ends the run
 
 
-class Config(Section):
+class Config(Section, frozen=True, kw_only=True):
     """A whole run."""
 
     run: RunConfig = RunConfig()

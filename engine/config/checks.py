@@ -1,0 +1,86 @@
+"""What must hold between settings. Each message names the settings, what was given and what to change."""
+
+from headrace.engine.config.schema import Config
+from headrace.engine.errors import ConfigError
+
+# Methods whose advantage compares the samples of one prompt with each other.
+GROUP_RELATIVE = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"})
+
+# Sources that read prompts that exist; held-out ones have to exist too.
+FILE_SOURCES = frozenset({"jsonl", "parquet", "hf"})
+
+
+def check_relations(config: Config) -> None:
+    """Check a configuration whose single values are sound.
+
+    Raises:
+        ConfigError: The first relation that does not hold.
+    """
+    _check_staleness(config)
+    _check_groups(config)
+    _check_model(config)
+    _check_reward(config)
+    _check_eval(config)
+
+
+def _check_staleness(config: Config) -> None:
+    lag, sync = config.schedule.max_staleness, config.schedule.weight_sync_steps
+    # Between two publishes the sampler falls sync - 1 versions behind; a tighter bound would admit nothing.
+    if lag < sync - 1:
+        raise ConfigError(
+            f"schedule.max_staleness = {lag} can never hold with schedule.weight_sync_steps = {sync}: samples are "
+            f"up to {sync - 1} versions old before new weights arrive; "
+            f"set max_staleness to at least {sync - 1} or weight_sync_steps to at most {lag + 1}"
+        )
+
+
+def _check_groups(config: Config) -> None:
+    size, name = config.schedule.group_size, config.algorithm.name
+    if size == 1 and name in GROUP_RELATIVE:
+        raise ConfigError(
+            f'schedule.group_size = 1 with algorithm.name = "{name}" can never learn: the method compares samples '
+            "of one prompt with each other; set group_size to at least 2 or choose another algorithm"
+        )
+    batch = size * config.schedule.groups_per_step
+    if config.buffer.capacity_records < batch:
+        raise ConfigError(
+            f"buffer.capacity_records = {config.buffer.capacity_records} cannot hold one step's batch of {batch} "
+            "records (schedule.group_size x schedule.groups_per_step); raise the capacity or make the batch smaller"
+        )
+
+
+def _check_reward(config: Config) -> None:
+    function, address = config.reward.function, config.reward.address
+    if function and address:
+        raise ConfigError(
+            f'reward.function = "{function}" and reward.address = "{address}" are both set; '
+            "keep the one that shall score"
+        )
+    if not function and not address:
+        raise ConfigError(
+            'neither reward.function nor reward.address is set; give a function as "module:function" or the address '
+            'of a reward server as "grpc://HOST:PORT"'
+        )
+    if address and not address.startswith(("grpc://", "unix:")):
+        raise ConfigError(f'reward.address = "{address}" is not allowed: write "grpc://HOST:PORT" or "unix:/path"')
+    if function and ":" not in function:
+        raise ConfigError(f'reward.function = "{function}" is not allowed: write "module:function"')
+
+
+def _check_model(config: Config) -> None:
+    if not config.model.path:
+        raise ConfigError('model.path is empty; give a folder, a hub name or "package://PACKAGE/FILE.gguf"')
+    response, context = config.rollout.max_tokens, config.model.max_context_tokens
+    if response >= context:
+        raise ConfigError(
+            f"rollout.max_tokens = {response} leaves no room for a prompt in model.max_context_tokens = {context}; "
+            "lower max_tokens or raise max_context_tokens"
+        )
+
+
+def _check_eval(config: Config) -> None:
+    if config.eval.num_prompts > 0 and config.data.source in FILE_SOURCES and not config.eval.path:
+        raise ConfigError(
+            f'eval.num_prompts = {config.eval.num_prompts} with data.source = "{config.data.source}" needs eval.path, '
+            "the held-out prompts; set eval.path, or eval.num_prompts = 0 for no evaluation"
+        )
