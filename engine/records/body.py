@@ -1,7 +1,7 @@
 """The msgpack body of an encoded trajectory: its typed structs and how they are read."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterable
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
@@ -112,13 +112,15 @@ def decode_data(data_json: str) -> dict[str, Any]:
 
 
 def _is_too_deep(data: dict[str, Any]) -> bool:
-    level: Sequence[Any] = [data]
+    level: list[Any] = [data]
     for _ in range(MAX_DATA_DEPTH):
-        below: list[Any] = []
-        for value in level:
-            children: Any = value.values() if isinstance(value, dict) else value
-            below.extend(child for child in children if isinstance(child, (dict, list, tuple)))
-        if not below:
+        level = [child for value in level for child in _children(value)]
+        if not level:
             return False
-        level = below
     return True
+
+
+def _children(value: Any) -> list[Any]:
+    """The containers directly inside a container."""
+    items = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
+    return [item for item in items if isinstance(item, (dict, list, tuple))]

@@ -11,9 +11,10 @@ Invariants:
 The byte layout is specified in docs/record-format.md.
 """
 
+import mmap
 import struct
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple, TypeAlias, cast
 
 import google_crc32c
 import msgspec
@@ -21,12 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.errors import FormatError, InputError, SchemaError
-
-if TYPE_CHECKING:
-    # collections.abc has it from Python 3.12 on.
-    from typing_extensions import Buffer as Buffer
-else:
-    Buffer = object
 
 MAGIC = b"HDRC"
 FORMAT_VERSION = 1
@@ -43,7 +38,15 @@ _CHECKED_FROM = 12
 _AFTER_CHECKSUM = struct.Struct("<IQ")
 _BEFORE_BODY = struct.Struct("<4sBBHI")
 _MAX_BODY_BYTES = 2**32 - 1
+# The package has no types for its functions.
+_crc32c = cast(
+    "Callable[[bytes | npt.NDArray[np.uint8]], int]",
+    google_crc32c.value,  # pyright: ignore[reportUnknownMemberType]
+)
 _GAPS = tuple(bytes(gap) for gap in range(ALIGNMENT))
+
+# What encoded bytes may lie in. Only read-only ones are decoded without a copy.
+Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap | npt.NDArray[np.uint8]
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "int32": np.dtype("<i4"),
@@ -78,9 +81,9 @@ class Frame(NamedTuple):
     content: npt.NDArray[np.uint8]
     body_bytes: int
 
-    def body(self) -> Buffer:
+    def body(self) -> memoryview:
         """The msgpack body, a view."""
-        return self.content[HEADER_BYTES : HEADER_BYTES + self.body_bytes]
+        return self.content[HEADER_BYTES : HEADER_BYTES + self.body_bytes].data
 
 
 def array_entry(name: str, array: npt.NDArray[Any]) -> ArrayEntry:
@@ -109,13 +112,13 @@ def pack(kind: int, body: bytes, arrays: Sequence[npt.NDArray[Any]]) -> bytes:
     for array in arrays:
         num_bytes = array.nbytes
         gap = -num_bytes % ALIGNMENT
-        # reshape copies where the elements do not lie side by side, and makes a row of a 0-d array.
-        parts.append(array if array.ndim == 1 and array.flags.c_contiguous else array.reshape(-1))
+        # Copies only where the elements do not lie side by side; makes a row of a 0-d array, which join refuses.
+        parts.append(array if array.ndim == 1 and array.flags.c_contiguous else np.ascontiguousarray(array).reshape(-1))
         parts.append(_GAPS[gap])
         total += num_bytes + gap
     parts[0] = _AFTER_CHECKSUM.pack(len(body), total)
     checked = b"".join(parts)
-    return _BEFORE_BODY.pack(MAGIC, FORMAT_VERSION, kind, 0, google_crc32c.value(checked)) + checked
+    return _BEFORE_BODY.pack(MAGIC, FORMAT_VERSION, kind, 0, _crc32c(checked)) + checked
 
 
 def open_frame(data: Buffer, kind: int, *, copy: bool) -> Frame:
@@ -134,13 +137,13 @@ def open_frame(data: Buffer, kind: int, *, copy: bool) -> Frame:
         data = bytes(data)
     try:
         content = np.frombuffer(data, np.uint8)
-    except ValueError as error:
+    except (ValueError, BufferError) as error:
         raise InputError(f"a record is decoded from one contiguous buffer of bytes: {error}") from error
     if content.flags.writeable:
         raise InputError("a record was given in a writable buffer, which may change under it; pass bytes or copy=True")
     if content.size < HEADER_BYTES:
         raise FormatError(f"a record has at least {HEADER_BYTES} bytes; {content.size} were received")
-    magic, version, found_kind, flags, checksum, body_bytes, total = _HEADER.unpack_from(data)
+    magic, version, found_kind, flags, checksum, body_bytes, total = _HEADER.unpack_from(content.data)
     if magic != MAGIC:
         raise FormatError(f"these bytes are not a record: they start with {magic!r}, a record with {MAGIC!r}")
     if version != FORMAT_VERSION:
@@ -149,7 +152,7 @@ def open_frame(data: Buffer, kind: int, *, copy: bool) -> Frame:
         raise FormatError(f"a frame of kind {found_kind} with flags {flags} was received; kind {kind} was expected")
     if total != content.size or total % ALIGNMENT or body_bytes > total - HEADER_BYTES:
         raise FormatError(f"a record says that it has {total} bytes ({body_bytes} of body); {content.size} are there")
-    if google_crc32c.value(content[_CHECKED_FROM:]) != checksum:
+    if _crc32c(content[_CHECKED_FROM:]) != checksum:
         raise FormatError("a record's checksum does not agree with its bytes; it was damaged on the way or on disk")
     return Frame(content, body_bytes)
 

@@ -47,7 +47,7 @@ def encode_trajectory(t: Trajectory) -> bytes:
         group_size=t.group_size,
         attempt=t.attempt,
         num_loss_tokens=num_loss_tokens,
-        spans=tuple([(*version, count) for version, count in t.spans]),
+        spans=tuple([(version.incarnation, version.version, count) for version, count in t.spans]),
         arrays=(
             array_entry("prompt_token_ids", t.prompt_token_ids),
             array_entry("response_token_ids", t.response_token_ids),
