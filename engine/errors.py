@@ -16,6 +16,7 @@
         │   ├── WrongBaseError    a delta against a version that the receiver does not hold
         │   └── CorruptUpdateError    checksums, layout or extent do not agree
         ├── NonFiniteStreakError  too many steps in a row with non-finite gradients
+        ├── StoppedError          the run is ending; not a failure of the one who hears it
         ├── NoProgressError       the run cannot go on (every group filtered, no worker left, ...)
         └── StorageError          the disk or shared memory is full or not writable
 
@@ -89,6 +90,10 @@ class CorruptUpdateError(WeightUpdateError):
 
 class NonFiniteStreakError(RunError):
     """Too many steps in a row had non-finite gradients."""
+
+
+class StoppedError(RunError):
+    """The run is ending; leave in an orderly way."""
 
 
 class NoProgressError(RunError):

@@ -6,7 +6,7 @@ servicer that exposes any implementation, so a role moves out of the process by 
 Asynchronous methods that wait say so; cancelling the awaiting task withdraws the request and leaves the role usable.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -47,8 +47,8 @@ class InferenceBackend(Protocol):
         """Load the model; returns when requests can be served. Called once."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Stream one sample; the last chunk has a finish reason. Closing the iterator aborts the request.
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Stream one sample; the last chunk has a finish reason. Closing the generator (`aclose`) aborts the request.
 
         Raises:
             WeightUpdateError: The backend serves an older version than `request.min_version`.

@@ -21,6 +21,7 @@ _CODES: dict[type[HeadraceError], grpc.StatusCode] = {
     errors.FencedError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.WeightUpdateError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StorageError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.StoppedError: grpc.StatusCode.CANCELLED,
     errors.NoProgressError: grpc.StatusCode.ABORTED,
 }
 

@@ -111,12 +111,17 @@ class JoinResponse(_message.Message):
     CONFIG_TOML_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
+    RESUME_FROM_FIELD_NUMBER: _builtins.int
+    RUN_FOLDER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     incarnation: _builtins.int
     config_toml: _builtins.str
     """The effective configuration of the run, as TOML."""
     fencing_token: _builtins.int
     """Fences commit, publish and checkpoint of this member."""
+    resume_from: _builtins.str
+    """The checkpoint to resume from; empty for a fresh run."""
+    run_folder: _builtins.str
     @_builtins.property
     def version(self) -> _trajectory_pb2.PolicyVersion:
         """The version that the next consumed batch starts from."""
@@ -129,10 +134,12 @@ class JoinResponse(_message.Message):
         config_toml: _builtins.str = ...,
         version: _trajectory_pb2.PolicyVersion | None = ...,
         fencing_token: _builtins.int = ...,
+        resume_from: _builtins.str = ...,
+        run_folder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "fencing_token", b"fencing_token", "incarnation", b"incarnation", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "fencing_token", b"fencing_token", "incarnation", b"incarnation", "resume_from", b"resume_from", "run_folder", b"run_folder", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -359,12 +366,15 @@ class GetStatusResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ERROR_KIND_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     step: _builtins.int
     num_steps: _builtins.int
     ended: _builtins.str
-    """Empty while the run goes on."""
+    """Empty while the run goes on; then "finished", "stopped" or "failed"."""
     error: _builtins.str
+    error_kind: _builtins.str
+    """Class of the error, as in headrace.engine.errors."""
     @_builtins.property
     def version(self) -> _trajectory_pb2.PolicyVersion: ...
     def __init__(
@@ -376,14 +386,57 @@ class GetStatusResponse(_message.Message):
         version: _trajectory_pb2.PolicyVersion | None = ...,
         ended: _builtins.str = ...,
         error: _builtins.str = ...,
+        error_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "error", b"error", "num_steps", b"num_steps", "run_id", b"run_id", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "error", b"error", "error_kind", b"error_kind", "num_steps", b"num_steps", "run_id", b"run_id", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class GetCheckpointStateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    FENCING_TOKEN_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Steps that the checkpoint covers; the state is refused for any other."""
+    fencing_token: _builtins.int
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        fencing_token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCheckpointStateRequest: _TypeAlias = GetCheckpointStateRequest  # noqa: Y015
+
+@_typing.final
+class GetCheckpointStateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_JSON_FIELD_NUMBER: _builtins.int
+    state_json: _builtins.str
+    def __init__(
+        self,
+        *,
+        state_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state_json", b"state_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCheckpointStateResponse: _TypeAlias = GetCheckpointStateResponse  # noqa: Y015
 
 @_typing.final
 class WatchRequest(_message.Message):

@@ -65,6 +65,11 @@ class ControlServiceStub(object):
                 request_serializer=headrace_dot_v1_dot_control__pb2.WatchRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_control__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.GetCheckpointState = channel.unary_unary(
+                '/headrace.v1.ControlService/GetCheckpointState',
+                request_serializer=headrace_dot_v1_dot_control__pb2.GetCheckpointStateRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_control__pb2.GetCheckpointStateResponse.FromString,
+                _registered_method=True)
         self.Stop = channel.unary_unary(
                 '/headrace.v1.ControlService/Stop',
                 request_serializer=headrace_dot_v1_dot_control__pb2.StopRequest.SerializeToString,
@@ -121,6 +126,13 @@ class ControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCheckpointState(self, request, context):
+        """The hub's part of a checkpoint: prompt position, counters, plans.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stop(self, request, context):
         """Ends the run in an orderly way.
         """
@@ -167,6 +179,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=headrace_dot_v1_dot_control__pb2.WatchRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_control__pb2.WatchResponse.SerializeToString,
+            ),
+            'GetCheckpointState': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCheckpointState,
+                    request_deserializer=headrace_dot_v1_dot_control__pb2.GetCheckpointStateRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_control__pb2.GetCheckpointStateResponse.SerializeToString,
             ),
             'Stop': grpc.unary_unary_rpc_method_handler(
                     servicer.Stop,
@@ -342,6 +359,33 @@ class ControlService(object):
             '/headrace.v1.ControlService/Watch',
             headrace_dot_v1_dot_control__pb2.WatchRequest.SerializeToString,
             headrace_dot_v1_dot_control__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCheckpointState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.ControlService/GetCheckpointState',
+            headrace_dot_v1_dot_control__pb2.GetCheckpointStateRequest.SerializeToString,
+            headrace_dot_v1_dot_control__pb2.GetCheckpointStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,8 @@ class ControlServiceStub:
     GetStatus: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetStatusRequest, _control_pb2.GetStatusResponse]
     Watch: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchRequest, _control_pb2.WatchResponse]
     """Streams metrics rows, samples and state changes as they happen."""
+    GetCheckpointState: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetCheckpointStateRequest, _control_pb2.GetCheckpointStateResponse]
+    """The hub's part of a checkpoint: prompt position, counters, plans."""
     Stop: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopResponse]
     """Ends the run in an orderly way."""
     Report: _grpc.UnaryUnaryMultiCallable[_control_pb2.ReportRequest, _control_pb2.ReportResponse]
@@ -63,6 +65,8 @@ class ControlServiceAsyncStub(ControlServiceStub):
     GetStatus: _aio.UnaryUnaryMultiCallable[_control_pb2.GetStatusRequest, _control_pb2.GetStatusResponse]  # type: ignore[assignment]
     Watch: _aio.UnaryStreamMultiCallable[_control_pb2.WatchRequest, _control_pb2.WatchResponse]  # type: ignore[assignment]
     """Streams metrics rows, samples and state changes as they happen."""
+    GetCheckpointState: _aio.UnaryUnaryMultiCallable[_control_pb2.GetCheckpointStateRequest, _control_pb2.GetCheckpointStateResponse]  # type: ignore[assignment]
+    """The hub's part of a checkpoint: prompt position, counters, plans."""
     Stop: _aio.UnaryUnaryMultiCallable[_control_pb2.StopRequest, _control_pb2.StopResponse]  # type: ignore[assignment]
     """Ends the run in an orderly way."""
     Report: _aio.UnaryUnaryMultiCallable[_control_pb2.ReportRequest, _control_pb2.ReportResponse]  # type: ignore[assignment]
@@ -116,6 +120,14 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.WatchResponse], _abc.AsyncIterator[_control_pb2.WatchResponse]]:
         """Streams metrics rows, samples and state changes as they happen."""
+
+    @_abc_1.abstractmethod
+    def GetCheckpointState(
+        self,
+        request: _control_pb2.GetCheckpointStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.GetCheckpointStateResponse, _abc.Awaitable[_control_pb2.GetCheckpointStateResponse]]:
+        """The hub's part of a checkpoint: prompt position, counters, plans."""
 
     @_abc_1.abstractmethod
     def Stop(

@@ -1,0 +1,149 @@
+"""The learner's loop on one rank: take, train, commit, publish.
+
+    consumes    leased batches, each for a named step
+    produces    commits, versions of the weights, metrics, checkpoints
+    waits for   the batch of its step, until the run's deadline
+    unblocked by the hub, when enough groups are ready and none would expire
+
+Blocking code; with several ranks each runs this loop in step, through the collectives of the trainer. Rank 0 commits.
+
+Invariants:
+- A step is committed before its version is published, so a version that engines serve is never taken back.
+- A checkpoint at step k covers the commits of steps 0..k-1, and its manifest is written last.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from headrace.actors.learner.packing import build_step_batch
+from headrace.engine.clock import Clock
+from headrace.engine.config import Config
+from headrace.engine.errors import StoppedError
+from headrace.engine.interfaces import TrainerBackend
+from headrace.engine.records import decode_column, decode_trajectory
+from headrace.engine.transport.buffer import TakenBatch
+from headrace.engine.transport.control import Span
+from headrace.engine.types import PolicyVersion, StepBatch, StepResult, WeightUpdate
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Hub(Protocol):
+    """What the loop needs of the hub, all of it blocking."""
+
+    def take(self, step: int, deadline_s: float) -> TakenBatch: ...
+
+    def commit(self, step: int, lease_token: int, skipped: bool) -> PolicyVersion: ...
+
+    def publish(self, part: WeightUpdate) -> bool: ...
+
+    def report(self, step: int, spans: Sequence[Span], metrics: dict[str, float]) -> None: ...
+
+    def doing(self, what: str) -> None: ...
+
+
+class Checkpoints(Protocol):
+    """Saves on all ranks; returns when it is on disk."""
+
+    def save(self, trainer: TrainerBackend, step: int) -> None: ...
+
+
+class LearnerLoop:
+    """Trains from `first_step` to the configured number of steps."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        trainer: TrainerBackend,
+        hub: Hub,
+        checkpoints: Checkpoints,
+        payload_dir: Path,
+        rank: int,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._hub = hub
+        self._checkpoints = checkpoints
+        self._payload_dir = payload_dir
+        self._rank = rank
+        self._clock = clock
+        self._spans: list[Span] = []
+
+    def run(self, first_step: int, *, publish_first: bool) -> None:
+        """Train; returns when all steps are done or the hub says that the run is ending.
+
+        Args:
+            first_step: The step of the next batch.
+            publish_first: Publish the current weights before the first step (a resumed run: engines have only the base).
+
+        Raises:
+            ActorLostError: The hub is gone.
+            NonFiniteStreakError: Too many steps in a row were skipped.
+        """
+        if publish_first:
+            self._timed("publish", "weights", lambda: self._publish(None))
+        try:
+            for step in range(first_step, self._config.run.steps):
+                self._one_step(step)
+        except StoppedError:
+            log.info("the run is ending")
+
+    def _one_step(self, step: int) -> None:
+        config = self._config
+        self._hub.doing(f"waiting for the batch of step {step}")
+        waited_s = self._clock.monotonic()
+        taken = self._hub.take(step, config.timeouts.no_progress_s)
+        wait_s = self._clock.monotonic() - waited_s
+        self._hub.doing(f"training step {step}")
+        result, step_s = self._timed(f"step {step}", "learner", lambda: self._train(step, taken))
+        version = result.version
+        if self._rank == 0:
+            version = self._hub.commit(step, taken.lease_token, result.skipped)
+        publish_s = 0.0
+        if (step + 1) % config.schedule.weight_sync_steps == 0:
+            self._hub.doing(f"publishing version {version}")
+            _, publish_s = self._timed(f"publish v{version}", "weights", lambda: self._publish(None))
+        metrics = dict(result.metrics)
+        metrics |= {"timing_s/wait_batch": wait_s, "timing_s/step": step_s, "timing_s/publish": publish_s}
+        if self._checkpoint_is_due(step + 1):
+            self._hub.doing(f"saving the checkpoint of step {step + 1}")
+            saved = self._timed("checkpoint", "learner", lambda: self._checkpoints.save(self._trainer, step + 1))
+            metrics["timing_s/checkpoint"] = saved[1]
+        if self._rank == 0:
+            self._hub.report(step + 1, self._spans, metrics)
+        self._spans.clear()
+
+    def _train(self, step: int, taken: TakenBatch) -> StepResult:
+        return self._trainer.step(step_batch(step, taken))
+
+    def _publish(self, since: PolicyVersion | None) -> None:
+        self._hub.publish(self._trainer.export_update(since, self._payload_dir))
+
+    def _checkpoint_is_due(self, steps_done: int) -> bool:
+        every = self._config.learner.checkpoint_steps
+        return steps_done == self._config.run.steps or (every > 0 and steps_done % every == 0)
+
+    def _timed(self, name: str, track: str, work: Callable[[], Result]) -> tuple[Result, float]:
+        """Run and measure; the span goes to the hub with the step's report."""
+        start_s, began_s = self._clock.wall(), self._clock.monotonic()
+        result = work()
+        took_s = self._clock.monotonic() - began_s
+        self._spans.append(Span(track=track, name=name, start_s=start_s, end_s=start_s + took_s))
+        return result, took_s
+
+
+def step_batch(step: int, taken: TakenBatch) -> StepBatch:
+    """Decode a rank's records and pack them as the plan says."""
+    advantages: dict[str, float] = {}
+    for record_id, columns in taken.columns.items():
+        name, values = decode_column(columns["advantage"])
+        assert name == "advantage"
+        advantages[record_id] = float(values)
+    trajectories = {record_id: decode_trajectory(data) for record_id, data in taken.records.items()}
+    return build_step_batch(step=step, plan=taken, trajectories=trajectories, advantages=advantages)

@@ -1,0 +1,168 @@
+"""Clients of the hub's WeightService: learner ranks publish, receivers subscribe, fetch and acknowledge."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from headrace.engine.errors import CorruptUpdateError, StorageError
+from headrace.engine.transport.channel import FRAME_BYTES, open_blocking_channel
+from headrace.engine.transport.convert import version_to_proto
+from headrace.engine.transport.status import error_from_rpc
+from headrace.engine.transport.weights_convert import ack_to_proto, manifest_to_proto, update_from_proto
+from headrace.engine.types import PolicyVersion, WeightAck, WeightManifest, WeightUpdate
+from headrace.engine.weights.placement import open_reserved
+from headrace.v1 import weights_pb2 as pb
+from headrace.v1 import weights_pb2_grpc
+
+if TYPE_CHECKING:
+    AsyncStub = weights_pb2_grpc.WeightServiceAsyncStub
+
+PUBLISH_TIMEOUT_S = 600.0
+
+
+class WeightPublisher:
+    """One learner rank's line to the weight chain; blocking."""
+
+    def __init__(self, address: str, *, rank: int, num_ranks: int, fencing_token: int) -> None:
+        self._channel = open_blocking_channel(address)
+        self._stub = weights_pb2_grpc.WeightServiceStub(self._channel)
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._token = fencing_token
+
+    def publish(self, part: WeightUpdate, *, same_host: bool = True) -> bool:
+        """Offer this rank's part of a version; blocks until the hub has it. True when that sealed the version.
+
+        Args:
+            part: The rank's manifest and the file that holds its bytes.
+            same_host: The hub shares our file system, so the file's path is enough; else the bytes are streamed.
+
+        Raises:
+            FencedError: A successor has taken over.
+            CorruptUpdateError: The parts of the ranks do not fit together.
+        """
+        try:
+            reply = self._stub.Publish(self._messages(part, same_host), timeout=PUBLISH_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, f"publishing weights {part.manifest.version}") from error
+        return reply.sealed
+
+    def close(self) -> None:
+        """Close the channel. May be called twice."""
+        self._channel.close()
+
+    def _messages(self, part: WeightUpdate, same_host: bool) -> Iterator[pb.PublishRequest]:
+        header = pb.PublishHeader(
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            fencing_token=self._token,
+            manifest=manifest_to_proto(part.manifest),
+            local_path=part.local_path if same_host else "",
+        )
+        yield pb.PublishRequest(header=header)
+        if not same_host:
+            for offset, data in _pieces(Path(part.local_path), part.manifest):
+                yield pb.PublishRequest(chunk=pb.WeightChunk(offset=offset, data=data))
+
+
+def _pieces(path: Path, manifest: WeightManifest) -> Iterator[tuple[int, bytes]]:
+    """The bytes of a part's buckets in pieces of a frame."""
+    with path.open("rb") as file:
+        for bucket in manifest.buckets:
+            end = bucket.payload_offset + bucket.payload_bytes
+            for offset in range(bucket.payload_offset, end, FRAME_BYTES):
+                file.seek(offset)
+                yield offset, file.read(min(FRAME_BYTES, end - offset))
+
+
+class WeightSubscriber:
+    """A receiver's line to the weight chain.
+
+    Announcements skip versions that a lagging receiver has missed: the newest is always the next.
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, *, run_id: str, receiver_id: str, same_host: bool, folder: Path
+    ) -> None:
+        """Prepare; `folder` receives payloads that have to be fetched."""
+        self._stub: AsyncStub = weights_pb2_grpc.WeightServiceStub(channel)  # type: ignore[assignment]
+        self._run_id = run_id
+        self._receiver_id = receiver_id
+        self._same_host = same_host
+        self._folder = folder
+
+    async def updates(self, have: PolicyVersion | None) -> AsyncIterator[WeightUpdate]:
+        """Updates to apply, one at a time, each with its payload in a file of this host. Waits for the next.
+
+        Raises:
+            ActorLostError: The hub is gone.
+            StorageError: A fetched payload does not fit the disk.
+        """
+        request = pb.SubscribeRequest(
+            run_id=self._run_id,
+            receiver_id=self._receiver_id,
+            have=None if have is None else version_to_proto(have),
+            same_host=self._same_host,
+        )
+        call = self._stub.Subscribe(request)
+        try:
+            async for message in call:
+                update = update_from_proto(message.update)
+                yield update if update.local_path else await self._fetch(update.manifest)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, "waiting for weight updates") from error
+        finally:
+            call.cancel()
+
+    async def acknowledge(self, ack: WeightAck) -> None:
+        """Tell the hub what became of an update.
+
+        Raises:
+            ActorLostError: The hub is gone.
+        """
+        request = pb.AcknowledgeRequest(run_id=self._run_id, receiver_id=self._receiver_id, ack=ack_to_proto(ack))
+        try:
+            await self._stub.Acknowledge(request, timeout=30)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, "acknowledging weights") from error
+
+    async def _fetch(self, manifest: WeightManifest) -> WeightUpdate:
+        """Stream the payload into a file of our own; bounds are checked before anything is written."""
+        path = self._folder / f"fetched-{manifest.version.incarnation}-{manifest.version.version}.bin"
+        for old in self._folder.glob("fetched-*.bin"):
+            old.unlink()
+        request = pb.FetchRequest(run_id=self._run_id, version=version_to_proto(manifest.version))
+        call = self._stub.Fetch(request, timeout=PUBLISH_TIMEOUT_S)
+        descriptor = open_reserved(path, manifest.payload_bytes)
+        try:
+            async for message in call:
+                if message.offset + len(message.data) > manifest.payload_bytes:
+                    raise CorruptUpdateError(
+                        f"a piece of weights {manifest.version} ends at byte {message.offset + len(message.data)} of "
+                        f"{manifest.payload_bytes}; the update is refused"
+                    )
+                await asyncio.to_thread(write_at, descriptor, message.data, message.offset, path)
+        finally:
+            call.cancel()
+            os.close(descriptor)
+        return WeightUpdate(manifest=manifest, local_path=str(path))
+
+
+def write_at(descriptor: int, data: bytes, offset: int, path: Path) -> None:
+    """Write all of `data`; blocks.
+
+    Raises:
+        StorageError: The disk is full or broken.
+    """
+    view = memoryview(data)
+    while view:
+        try:
+            written = os.pwrite(descriptor, view, offset)
+        except OSError as error:
+            raise StorageError(f"cannot write weights to {path}: {error.strerror}") from error
+        view, offset = view[written:], offset + written
