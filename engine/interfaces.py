@@ -251,6 +251,11 @@ class LossOutput(Protocol):
         """Sums over this micro-batch's loss tokens; the trainer adds them up and divides by the global count."""
         ...
 
+    @property
+    def maxima(self) -> dict[str, Tensor]:
+        """Largest values over this micro-batch's loss tokens; the trainer takes the largest over all."""
+        ...
+
 
 @runtime_checkable
 class Sampler(Protocol):
