@@ -10,7 +10,7 @@ Invariants:
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from headrace.actors.reward.frames import Form, Setup
@@ -141,7 +141,7 @@ class RewardPool:
         assert len(done) == len(batch)
         return done
 
-    async def outcomes(self, batch: Sequence[RewardSample]) -> AsyncIterator[tuple[int, RewardOutcome]]:
+    async def outcomes(self, batch: Sequence[RewardSample]) -> AsyncGenerator[tuple[int, RewardOutcome], None]:
         """Yield (index in the batch, outcome) as they are ready. Closing the iterator gives up the rest.
 
         Raises:

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from headrace.actors.reward.frames import Form, Hello, Scored, Setup, Task, pack, read_frame
 from headrace.engine.errors import ConfigError, FormatError, RunError
@@ -76,7 +76,7 @@ class WorkerProcess:
         worker.form = hello.form
         return worker
 
-    async def score(self, samples: Sequence[RewardSample]) -> AsyncIterator[tuple[int, RewardOutcome]]:
+    async def score(self, samples: Sequence[RewardSample]) -> AsyncGenerator[tuple[int, RewardOutcome], None]:
         """Yield (index, outcome) once for each sample, in the order they are ready.
 
         Raises:

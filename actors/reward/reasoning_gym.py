@@ -18,22 +18,23 @@ def score(sample: RewardSample) -> float:
     white space around it.
 
     Args:
-        sample: Its data is what `ReasoningGymSource` writes: `task`, `entry` and `origin`.
+        sample: Its data is what `ReasoningGymSource` writes: `task`, `answer`, `metadata` and `origin`.
 
     Raises:
-        KeyError: The data has no task or no entry; the pool makes an ERROR outcome of it.
+        KeyError: The data lacks one of these; the pool makes an ERROR outcome of it.
         ConfigError: reasoning-gym is not installed or does not know the task.
     """
     tags = _ANSWER_TAG.findall(sample.response_text)
     answer = (tags[-1] if tags else sample.response_text).strip()
-    return float(_scorer(str(sample.data["task"])).score_answer(answer, _entry(sample.data)))
+    return float(_scorer(str(sample.data["task"])).score_answer(answer, _entry(sample)))
 
 
-def _entry(data: dict[str, Any]) -> dict[str, Any]:
+def _entry(sample: RewardSample) -> dict[str, Any]:
     """The entry as the task made it: made again where its origin is known, for JSON turns tuples into lists."""
+    data = sample.data
     origin = data.get("origin")
     if origin is None:
-        return dict(data["entry"])
+        return {"question": sample.prompt_text, "answer": data["answer"], "metadata": data["metadata"]}
     options = tuple(sorted(origin["options"].items()))
     return dict(_dataset(str(data["task"]), int(origin["size"]), int(origin["seed"]), options)[int(origin["index"])])
 
