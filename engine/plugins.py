@@ -8,7 +8,6 @@ import pkgutil
 import sys
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 
 from headrace.engine.errors import UsageError
@@ -46,6 +45,8 @@ def load_entry_point(group: str, name: str) -> object:
     """
     if ":" in name:
         return load_object(name)
+    from importlib.metadata import EntryPoint, entry_points  # slow to import, and most commands need no entry point
+
     known: dict[str, EntryPoint] = {}
     for point in entry_points(group=group):
         known.setdefault(point.name, point)
@@ -63,7 +64,7 @@ def _import(module_name: str, spec: str) -> ModuleType:
         if missing == module_name or module_name.startswith(f"{missing}."):
             hint = _hint(missing.rpartition(".")[2], _siblings(missing))
             raise UsageError(f'"{spec}": there is no module {missing}{hint}') from error
-        raise UsageError(f'"{spec}" needs the module {missing}, which is not installed{_extra_for(missing)}') from error
+        raise UsageError(f'"{spec}" {missing_module(error)}') from error
     except Exception as error:  # whatever the user's module does while it is imported
         raise UsageError(f'"{spec}": importing {module_name} failed with {type(error).__name__}: {error}') from error
 
@@ -76,10 +77,13 @@ def _siblings(module_name: str) -> list[str]:
     return [module.name for module in pkgutil.iter_modules(parent.__path__)]
 
 
-def _extra_for(missing: str) -> str:
+def missing_module(error: ModuleNotFoundError) -> str:
+    """The end of a sentence: which module is needed, and what installs it where that is one of our extras."""
+    missing = error.name or "?"
     extras = {"torch": "train", "transformers": "train", "rich": "train", "vllm": "vllm", "reasoning_gym": "examples"}
     extra = extras.get(missing.partition(".")[0])
-    return f"; pip install 'headrace[{extra}]'" if extra else ""
+    remedy = f"; pip install 'headrace[{extra}]' adds it" if extra else ""
+    return f"needs the module {missing}, which is not installed{remedy}"
 
 
 def _hint(name: str, choices: list[str]) -> str:

@@ -15,6 +15,7 @@ from typing import cast
 import msgspec
 
 from headrace.engine.errors import HeadraceError, UsageError
+from headrace.engine.plugins import missing_module
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except SystemExit as end:  # argparse's way of leaving after --help and after a wrong option
         return end.code if isinstance(end.code, int) else 2
+    except ModuleNotFoundError as error:
+        return _fail(error, f"this command {missing_module(error)}", 2, debug)
     except Exception as error:
         text = f"{type(error).__name__}: {error} (this is a defect; --debug shows where it happened)"
         return _fail(error, text, 1, debug)
@@ -138,12 +141,9 @@ def _functions(
     try:
         module = import_module(command.module)
     except ModuleNotFoundError as error:
-        missing = error.name or "?"
-        if missing == command.module:
+        if error.name == command.module:
             raise UsageError(f"headrace {name} is not part of this installation") from error
-        raise UsageError(
-            f"headrace {name} needs the module {missing}, which is not installed; pip install 'headrace[train]' adds it"
-        ) from error
+        raise
     add_arguments = cast(Callable[[argparse.ArgumentParser], None], module.add_arguments)
     return add_arguments, cast(Callable[[argparse.Namespace], int], module.run)
 

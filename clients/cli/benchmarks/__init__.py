@@ -1,0 +1,1 @@
+"""One file a benchmark; `headrace.clients.cli.bench` has the table."""
