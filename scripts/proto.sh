@@ -33,11 +33,14 @@ compare() {
     fi
 }
 
-# The commit to compare the contract with: PROTO_BASE, else main's, else (on main itself) the one before.
+# The commit to compare the contract with: PROTO_BASE, else the last release, else main, else (on main) the one before.
 base_commit() {
     local base
     if [ -n "${PROTO_BASE:-}" ]; then
         echo "$PROTO_BASE"
+        return
+    fi
+    if git describe --tags --abbrev=0 --match 'v*' 2>/dev/null; then
         return
     fi
     for base in origin/main main HEAD~1; do
