@@ -1,6 +1,15 @@
 """What a run leaves behind and shows while it goes: run folder, metrics, samples, timeline, events."""
 
-from headrace.engine.telemetry.events import Activity, Ended, LogLine, MetricsRow, RunEvent, RunEvents, RunStatus
+from headrace.engine.telemetry.events import (
+    Activity,
+    Ended,
+    LogLine,
+    MetricsRow,
+    RunEvent,
+    RunEvents,
+    RunResult,
+    RunStatus,
+)
 from headrace.engine.telemetry.loop_lag import LoopLag
 from headrace.engine.telemetry.metric_keys import METRIC_KEYS, MetricKey
 from headrace.engine.telemetry.metrics import MetricAccumulator, MetricsWriter
@@ -21,6 +30,7 @@ __all__ = [
     "RunEvent",
     "RunEvents",
     "RunFolder",
+    "RunResult",
     "RunStatus",
     "SampleRow",
     "SampleWriter",

@@ -71,6 +71,20 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     groups_ready: int | None = None
 
 
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended.
+
+    Attributes:
+        steps: Steps finished, those of earlier incarnations included.
+        ended: Never empty.
+        error: One sentence, with `ended == "failed"`.
+    """
+
+    steps: int
+    ended: Ended
+    error: str | None = None
+
+
 RunEvent = MetricsRow | Activity | LogLine | RunStatus
 
 
