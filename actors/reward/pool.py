@@ -100,6 +100,11 @@ class RewardPool:
         return len(self._slots) - self._free.qsize() if self._form is not None else 0
 
     @property
+    def capacity(self) -> int:
+        """Samples (for a batch function, batches) that are scored at the same time; exact once started."""
+        return len(self._slots) * (self._async_concurrency if self._form == "async" else 1)
+
+    @property
     def worker_pids(self) -> list[int]:
         """Process ids of the workers that run right now; does not wait."""
         return [slot.worker.pid for slot in self._slots if slot.worker is not None]

@@ -28,6 +28,7 @@ _EXIT_GRACE_S = 2.0
 def main() -> None:
     """Serve tasks until the pool closes the stream."""
     _die_with_parent()
+    os.environ["HEADRACE_REWARD_WORKER"] = "1"  # `headrace.clients.reward.serve` refuses to run in here
     tasks_in, results_out = _private_streams()
     setup = read_frame_blocking(tasks_in, Setup)
     if setup is None:
