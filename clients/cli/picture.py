@@ -65,8 +65,8 @@ def draw_overlap(
     height_px = _TOP_PX + lanes_px + _BOTTOM_PX
     figure = Figure(figsize=(_WIDTH_PX / _PX_AN_INCH, height_px / _PX_AN_INCH), facecolor="white")
     axes = figure.add_axes((96 / _WIDTH_PX, _BOTTOM_PX / height_px, 1 - 120 / _WIDTH_PX, lanes_px / height_px))
-    for step in steps:
-        axes.axvspan(step.start_s - start_s, step.end_s - start_s, color=_BAND, linewidth=0, zorder=0)
+    bands = [(step.start_s - start_s, step.end_s - start_s) for step in steps]
+    _rectangles(axes, bands, -0.55, len(lanes) - 0.45, facecolor=_BAND, zorder=0)
     for place, (name, spans_of_lane) in enumerate(lanes):
         _draw_lane(axes, place, name, spans_of_lane, start_s, end_s)
     _number_steps(axes, steps, start_s, end_s)
@@ -127,21 +127,31 @@ def _draw_lane(axes: "Axes", place: int, name: str, spans: Sequence[Span], start
     work = [span for span in spans if span.is_work]
     if name == "learner":
         work = [span for span in work if span.name != STEP]
-        for span in (span for span in spans if span.name == STEP):
-            shade = _STEP_SHADES[_number(span) % 2]
-            _bars(axes, place, [(span.start_s, span.end_s)], start_s, end_s, _BAR, facecolors=shade, zorder=4)
-    _bars(axes, place, waits, start_s, end_s, 0.08, facecolors=colour, alpha=0.45, zorder=2)
+        for parity, shade in enumerate(_STEP_SHADES):
+            steps = [(s.start_s, s.end_s) for s in spans if s.name == STEP and _number(s) % 2 == parity]
+            _bars(axes, place, steps, start_s, end_s, _BAR, facecolor=shade, zorder=4)
+    _bars(axes, place, waits, start_s, end_s, 0.08, facecolor=colour, alpha=0.45, zorder=2)
     closed = _closed([(span.start_s, span.end_s) for span in work], gap_s)
-    _bars(axes, place, closed, start_s, end_s, _BAR, facecolors=colour, zorder=3)
+    _bars(axes, place, closed, start_s, end_s, _BAR, facecolor=colour, zorder=3)
 
 
 def _bars(
     axes: "Axes", place: int, bars: Iterable[Interval], start_s: float, end_s: float, height: float, **style: Any
 ) -> None:
     least_s = (end_s - start_s) / _WIDTH_PX  # a bar that is there can be seen
-    ranges = [(a - start_s, max(b - a, least_s)) for a, b in clipped(bars, start_s, end_s)]
-    if ranges:
-        axes.broken_barh(ranges, (place - height / 2, height), linewidth=0, **style)
+    shown = [(a - start_s, max(b, a + least_s) - start_s) for a, b in clipped(bars, start_s, end_s)]
+    _rectangles(axes, shown, place - height / 2, place + height / 2, **style)
+
+
+def _rectangles(axes: "Axes", widths: Sequence[Interval], top: float, bottom: float, **style: Any) -> None:
+    """Rectangles of one colour as a single shape, which takes a quarter of the bytes that single ones would."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
+
+    if widths:
+        corners = [[(a, top), (b, top), (b, bottom), (a, bottom), (a, top)] for a, b in widths]
+        outlines = [Outline(corner, closed=True) for corner in corners]
+        axes.add_patch(PathPatch(Outline.make_compound_path(*outlines), linewidth=0, **style))
 
 
 def _closed(intervals: Iterable[Interval], gap_s: float) -> list[Interval]:

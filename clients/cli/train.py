@@ -190,7 +190,8 @@ class _Driver:
         stopping = asyncio.create_task(self._stop_on_signal(living))
         try:
             await asyncio.wait({living})
-            await asyncio.wait({watching}, timeout=_LAST_EVENTS_S)
+            if not living.cancelled():
+                await asyncio.wait({watching}, timeout=_LAST_EVENTS_S)
         finally:
             left = [task for task in (stopping, watching, living) if not task.done()]
             for task in left:
