@@ -180,33 +180,33 @@ Global___TakeRequest: _TypeAlias = TakeRequest  # noqa: Y015
 
 @_typing.final
 class TakeResponse(_message.Message):
-    """The first message carries the plan, the others the records of this rank in the plan's order."""
+    """The first message carries the plan, the others frames of about 1 MiB with the records of this rank in the plan's
+    order; the columns of a record come in the frame of its last piece.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCH_FIELD_NUMBER: _builtins.int
-    RECORD_FIELD_NUMBER: _builtins.int
-    COLUMN_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batch(self) -> Global___LeasedBatch: ...
     @_builtins.property
-    def record(self) -> _trajectory_pb2.EncodedRecord: ...
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.EncodedRecord]: ...
     @_builtins.property
-    def column(self) -> _trajectory_pb2.EncodedColumn: ...
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.EncodedColumn]: ...
     def __init__(
         self,
         *,
         batch: Global___LeasedBatch | None = ...,
-        record: _trajectory_pb2.EncodedRecord | None = ...,
-        column: _trajectory_pb2.EncodedColumn | None = ...,
+        records: _abc.Iterable[_trajectory_pb2.EncodedRecord] | None = ...,
+        columns: _abc.Iterable[_trajectory_pb2.EncodedColumn] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "column", b"column", "part", b"part", "record", b"record"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "column", b"column", "part", b"part", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "columns", b"columns", "records", b"records"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["batch", "record", "column"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TakeResponse: _TypeAlias = TakeResponse  # noqa: Y015
 
