@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 from headrace.actors.learner.packing import build_step_batch
 from headrace.engine.clock import Clock
 from headrace.engine.config import Config
-from headrace.engine.errors import StoppedError
+from headrace.engine.errors import StoppedError, StorageError
 from headrace.engine.interfaces import TrainerBackend
 from headrace.engine.records import decode_column, decode_trajectory
 from headrace.engine.transport.buffer import TakenBatch
@@ -62,7 +62,7 @@ class LearnerLoop:
         trainer: TrainerBackend,
         hub: Hub,
         checkpoints: Checkpoints,
-        payload_dir: Path,
+        payload_dirs: Sequence[Path],
         rank: int,
         clock: Clock,
     ) -> None:
@@ -70,7 +70,7 @@ class LearnerLoop:
         self._trainer = trainer
         self._hub = hub
         self._checkpoints = checkpoints
-        self._payload_dir = payload_dir
+        self._payload_dirs = list(payload_dirs)
         self._rank = rank
         self._clock = clock
         self._spans: list[Span] = []
@@ -80,7 +80,8 @@ class LearnerLoop:
 
         Args:
             first_step: The step of the next batch.
-            publish_first: Publish the current weights before the first step (a resumed run: engines have only the base).
+            publish_first: Publish the current weights before the first step; a resumed run does, for its engines have
+                only the base model.
 
         Raises:
             ActorLostError: The hub is gone.
@@ -110,7 +111,7 @@ class LearnerLoop:
             self._hub.doing(f"publishing version {version}")
             _, publish_s = self._timed(f"publish v{version}", "weights", lambda: self._publish(None))
         metrics = dict(result.metrics)
-        metrics |= {"timing_s/wait_batch": wait_s, "timing_s/step": step_s, "timing_s/publish": publish_s}
+        metrics |= {"timing_s/wait": wait_s, "timing_s/train": step_s, "timing_s/publish": publish_s}
         if self._checkpoint_is_due(step + 1):
             self._hub.doing(f"saving the checkpoint of step {step + 1}")
             saved = self._timed("checkpoint", "learner", lambda: self._checkpoints.save(self._trainer, step + 1))
@@ -123,7 +124,19 @@ class LearnerLoop:
         return self._trainer.step(step_batch(step, taken))
 
     def _publish(self, since: PolicyVersion | None) -> None:
-        self._hub.publish(self._trainer.export_update(since, self._payload_dir))
+        while True:
+            folder = self._payload_dirs[0]
+            try:
+                part = self._trainer.export_update(since, folder)
+                break
+            except StorageError as error:
+                # A container's shared memory may hold 64 MB. Every rank of the host meets the same wall here.
+                if len(self._payload_dirs) == 1:
+                    raise
+                del self._payload_dirs[0]
+                self._payload_dirs[0].mkdir(parents=True, exist_ok=True)
+                log.warning("weights go to %s from now on, which is slower: %s", self._payload_dirs[0], error)
+        self._hub.publish(part)
 
     def _checkpoint_is_due(self, steps_done: int) -> bool:
         every = self._config.learner.checkpoint_steps

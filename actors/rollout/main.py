@@ -50,21 +50,21 @@ async def _run(hub: str, worker_id: str, rank: int, same_host: bool) -> None:
         control.progress.moved("loading the model", pb.PHASE_LOADING)
         async with asyncio.TaskGroup() as tasks:
             beating = tasks.create_task(control.heartbeats(), name="heartbeats")
-            working = tasks.create_task(_work(hub, channel_control=control, run=run, same_host=same_host))
+            working = tasks.create_task(_work(hub, control=control, run=run, rank=rank, same_host=same_host))
             await asyncio.wait({beating, working}, return_when=asyncio.FIRST_COMPLETED)
             working.cancel()
             beating.cancel()
         await control.leave("drained")
 
 
-async def _work(hub: str, *, channel_control: ControlClient, run: Joined, same_host: bool) -> None:
+async def _work(hub: str, *, control: ControlClient, run: Joined, rank: int, same_host: bool) -> None:
     """Start the engine and serve until drained."""
-    control = channel_control
     backend, renderer, serving = await _start_engine(control, run)
     spans: list[Span] = []
     async with open_channel(hub) as channel, contextlib.aclosing(BufferClient(channel, control.member_id)) as buffer:
         worker = RolloutWorker(
             worker_id=control.member_id,
+            rank=rank,
             config=run.config,
             backend=backend,
             renderer=renderer,

@@ -1,6 +1,6 @@
 """A rollout worker: takes groups from the hub, samples them, puts whole groups into the buffer.
 
-    consumes    prompt groups, granted by its credits
+    consumes    prompt groups, as many at a time as its capacity says
     produces    encoded trajectories, one put a group
     waits for   a group; the engine's tokens; room in the buffer; a new policy version
     unblocked by the hub's Work stream; the engine; the buffer's credits; the weight subscription
@@ -16,7 +16,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
-from headrace.engine.transport.buffer import BufferClient
 
 from headrace.actors.rollout.rendering import Renderer
 from headrace.actors.rollout.sampling import sample_once
@@ -25,6 +24,7 @@ from headrace.engine.config import Config
 from headrace.engine.errors import ActorLostError, HeadraceError, UsageError
 from headrace.engine.interfaces import InferenceBackend
 from headrace.engine.records import encode_trajectory, header_of
+from headrace.engine.transport.buffer import BufferClient
 from headrace.engine.transport.control import Progress, Span
 from headrace.engine.transport.convert import group_from_proto, version_to_proto
 from headrace.engine.transport.status import error_from_rpc
@@ -44,6 +44,7 @@ class RolloutWorker:
         self,
         *,
         worker_id: str,
+        rank: int,
         config: Config,
         backend: InferenceBackend,
         renderer: Renderer,
@@ -55,6 +56,7 @@ class RolloutWorker:
         on_span: Callable[[Span], None],
     ) -> None:
         self._id = worker_id
+        self._track = f"rollout {rank}"
         self._config = config
         self._backend = backend
         self._renderer = renderer
@@ -80,7 +82,9 @@ class RolloutWorker:
             ActorLostError: The hub is gone.
         """
         self._say(pb.WorkRequest(serving=version_to_proto(self._serving)))
-        self._say(pb.WorkRequest(credit=self._config.rollout.max_num_seqs))
+        # One group more than the engine runs at a time, so that it never waits for the hub.
+        capacity = self._config.rollout.max_num_seqs + self._config.schedule.group_size
+        self._say(pb.WorkRequest(capacity=capacity))
         call = self._stub.Work(self._requests())
         self._end_stream = call.cancel
         try:
@@ -147,7 +151,6 @@ class RolloutWorker:
 
     def _forget(self, group: PromptGroup) -> None:
         self._groups.pop(group.group_id, None)
-        self._say(pb.WorkRequest(credit=group.group_size))
         if not self._groups:
             self._idle.set()
 
@@ -175,7 +178,7 @@ class RolloutWorker:
             if isinstance(error, ActorLostError) or not isinstance(error, HeadraceError):
                 self._fatal = error
                 self._end_stream()
-        self._on_span(Span(track=self._id, name=group.group_id, start_s=started_s, end_s=self._clock.wall()))
+        self._on_span(Span(track=self._track, name=group.group_id, start_s=started_s, end_s=self._clock.wall()))
         self._progress.moved(f"sampling {len(self._groups) - 1} groups")
         ended = pb.GroupEnded(group_id=group.group_id, attempt=group.attempt, status=status, message=message)
         self._say(pb.WorkRequest(group_ended=ended))

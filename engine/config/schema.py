@@ -67,6 +67,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
 
     backend: Literal["auto", "vllm", "transformers", "scripted"] = "auto"
     num_workers: Positive = 1
+    launch: Literal["engine", "external"] = "engine"  # external: workers are started by others and join the hub
     threads: Positive = 1  # CPU threads of each engine
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -119,6 +120,7 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     """The trainer."""
 
     num_ranks: Positive = 1
+    launch: Literal["engine", "external"] = "engine"  # external: ranks are started by others (torchrun, ...)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: NonNegative = 0  # CPU threads a rank; 0: what the machine has
     learning_rate: PositiveFloat = 1e-6

@@ -7,7 +7,7 @@ Invariants:
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import msgspec
 
@@ -44,7 +44,7 @@ class WaitBoard:
         self._waits: dict[int, Wait] = {}
 
     @contextlib.contextmanager
-    def waiting(self, wait: Wait) -> Iterator[None]:
+    def waiting(self, wait: Wait) -> Generator[None]:
         """List `wait`, stamped with the time, for the length of the block."""
         key, self._next = self._next, self._next + 1
         self._waits[key] = msgspec.structs.replace(wait, since_s=self._clock.monotonic())

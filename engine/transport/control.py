@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -20,9 +20,6 @@ from headrace.engine.transport.status import error_from_rpc
 from headrace.engine.types import PolicyVersion
 from headrace.v1 import control_pb2 as pb
 from headrace.v1 import control_pb2_grpc
-
-if TYPE_CHECKING:
-    AsyncStub = control_pb2_grpc.ControlServiceAsyncStub
 
 Reply = TypeVar("Reply")
 
@@ -49,6 +46,7 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
     fencing_token: int
     resume_from: str
     run_folder: str
+    payload_dir: str
 
 
 class Progress:
@@ -83,6 +81,7 @@ def joined(reply: pb.JoinResponse) -> Joined:
         fencing_token=reply.fencing_token,
         resume_from=reply.resume_from,
         run_folder=reply.run_folder,
+        payload_dir=reply.payload_dir,
     )
 
 
@@ -107,7 +106,7 @@ class ControlClient:
     """A member's line to the hub, for code on an event loop."""
 
     def __init__(self, channel: grpc.aio.Channel, role: "pb.Role.ValueType", member_id: str) -> None:
-        self._stub: AsyncStub = control_pb2_grpc.ControlServiceStub(channel)  # type: ignore[assignment]
+        self._stub: "control_pb2_grpc.ControlServiceAsyncStub" = control_pb2_grpc.ControlServiceStub(channel)  # type: ignore[assignment]
         self._role = role
         self.member_id = member_id
         self.progress = Progress()

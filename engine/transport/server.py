@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -90,7 +90,7 @@ class GrpcServer:
 
 
 @contextlib.asynccontextmanager
-async def serving(services: Sequence[Service], address: str, *, grace_s: float = 0.0) -> AsyncIterator[GrpcServer]:
+async def serving(services: Sequence[Service], address: str, *, grace_s: float = 0.0) -> AsyncGenerator[GrpcServer]:
     """Serve within a block; `server.address` is what clients use."""
     server = GrpcServer(services, address)
     await server.start()
@@ -105,11 +105,11 @@ class _Guard(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler"]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> "Handler":
+    ) -> "Handler | None":
         handler = await continuation(handler_call_details)
-        if handler is None:  # pyright: ignore[reportUnnecessaryComparison]  # an unknown method has none
+        if handler is None:  # an unknown method
             return handler
         method = str(handler_call_details.method)
         codec = (handler.request_deserializer, handler.response_serializer)

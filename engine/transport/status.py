@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Protocol, cast
 
 import grpc
-import grpc.aio
 
 from headrace.engine import errors
 from headrace.engine.errors import ActorLostError, DeadlineError, HeadraceError, RunError

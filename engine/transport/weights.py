@@ -4,8 +4,6 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
 import grpc
 import grpc.aio
 
@@ -18,9 +16,6 @@ from headrace.engine.types import PolicyVersion, WeightAck, WeightManifest, Weig
 from headrace.engine.weights.placement import open_reserved
 from headrace.v1 import weights_pb2 as pb
 from headrace.v1 import weights_pb2_grpc
-
-if TYPE_CHECKING:
-    AsyncStub = weights_pb2_grpc.WeightServiceAsyncStub
 
 PUBLISH_TIMEOUT_S = 600.0
 
@@ -90,7 +85,7 @@ class WeightSubscriber:
         self, channel: grpc.aio.Channel, *, run_id: str, receiver_id: str, same_host: bool, folder: Path
     ) -> None:
         """Prepare; `folder` receives payloads that have to be fetched."""
-        self._stub: AsyncStub = weights_pb2_grpc.WeightServiceStub(channel)  # type: ignore[assignment]
+        self._stub: "weights_pb2_grpc.WeightServiceAsyncStub" = weights_pb2_grpc.WeightServiceStub(channel)  # type: ignore[assignment]
         self._run_id = run_id
         self._receiver_id = receiver_id
         self._same_host = same_host

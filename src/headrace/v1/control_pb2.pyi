@@ -113,6 +113,7 @@ class JoinResponse(_message.Message):
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     RUN_FOLDER_FIELD_NUMBER: _builtins.int
+    PAYLOAD_DIR_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     incarnation: _builtins.int
     config_toml: _builtins.str
@@ -122,6 +123,8 @@ class JoinResponse(_message.Message):
     resume_from: _builtins.str
     """The checkpoint to resume from; empty for a fresh run."""
     run_folder: _builtins.str
+    payload_dir: _builtins.str
+    """A folder in this host's shared memory for weight payloads."""
     @_builtins.property
     def version(self) -> _trajectory_pb2.PolicyVersion:
         """The version that the next consumed batch starts from."""
@@ -136,10 +139,11 @@ class JoinResponse(_message.Message):
         fencing_token: _builtins.int = ...,
         resume_from: _builtins.str = ...,
         run_folder: _builtins.str = ...,
+        payload_dir: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "fencing_token", b"fencing_token", "incarnation", b"incarnation", "resume_from", b"resume_from", "run_folder", b"run_folder", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "fencing_token", b"fencing_token", "incarnation", b"incarnation", "payload_dir", b"payload_dir", "resume_from", b"resume_from", "run_folder", b"run_folder", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -188,11 +192,14 @@ class HeartbeatRequest(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     EVENT_LOOP_LAG_S_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     phase: Global___Phase.ValueType
     progress: _builtins.int
     """Moves whenever the member's own loop gets something done."""
     event_loop_lag_s: _builtins.float
+    note: _builtins.str
+    """One line for people, such as which engine was chosen and why."""
     @_builtins.property
     def wait(self) -> Global___Wait: ...
     def __init__(
@@ -203,10 +210,11 @@ class HeartbeatRequest(_message.Message):
         progress: _builtins.int = ...,
         event_loop_lag_s: _builtins.float = ...,
         wait: Global___Wait | None = ...,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_loop_lag_s", b"event_loop_lag_s", "member_id", b"member_id", "phase", b"phase", "progress", b"progress", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_loop_lag_s", b"event_loop_lag_s", "member_id", b"member_id", "note", b"note", "phase", b"phase", "progress", b"progress", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -367,6 +375,11 @@ class GetStatusResponse(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     ERROR_KIND_FIELD_NUMBER: _builtins.int
+    RUN_FOLDER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    NUM_READY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     step: _builtins.int
     num_steps: _builtins.int
@@ -375,6 +388,13 @@ class GetStatusResponse(_message.Message):
     error: _builtins.str
     error_kind: _builtins.str
     """Class of the error, as in headrace.engine.errors."""
+    run_folder: _builtins.str
+    model: _builtins.str
+    backend: _builtins.str
+    """The inference backend that rollouts use."""
+    num_in_flight: _builtins.int
+    """Groups that are being sampled or scored, and groups that wait to be trained on."""
+    num_ready: _builtins.int
     @_builtins.property
     def version(self) -> _trajectory_pb2.PolicyVersion: ...
     def __init__(
@@ -387,10 +407,15 @@ class GetStatusResponse(_message.Message):
         ended: _builtins.str = ...,
         error: _builtins.str = ...,
         error_kind: _builtins.str = ...,
+        run_folder: _builtins.str = ...,
+        model: _builtins.str = ...,
+        backend: _builtins.str = ...,
+        num_in_flight: _builtins.int = ...,
+        num_ready: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "error", b"error", "error_kind", b"error_kind", "num_steps", b"num_steps", "run_id", b"run_id", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "ended", b"ended", "error", b"error", "error_kind", b"error_kind", "model", b"model", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_steps", b"num_steps", "run_folder", b"run_folder", "run_id", b"run_id", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -439,6 +464,39 @@ class GetCheckpointStateResponse(_message.Message):
 Global___GetCheckpointStateResponse: _TypeAlias = GetCheckpointStateResponse  # noqa: Y015
 
 @_typing.final
+class Activity(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    DOING_FIELD_NUMBER: _builtins.int
+    SINCE_S_FIELD_NUMBER: _builtins.int
+    role: Global___Role.ValueType
+    member_id: _builtins.str
+    rank: _builtins.int
+    doing: _builtins.str
+    """Empty when the member has left."""
+    since_s: _builtins.float
+    """Unix time."""
+    def __init__(
+        self,
+        *,
+        role: Global___Role.ValueType = ...,
+        member_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        doing: _builtins.str = ...,
+        since_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing", "member_id", b"member_id", "rank", b"rank", "role", b"role", "since_s", b"since_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Activity: _TypeAlias = Activity  # noqa: Y015
+
+@_typing.final
 class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -461,16 +519,16 @@ class WatchResponse(_message.Message):
     METRICS_JSON_FIELD_NUMBER: _builtins.int
     LOG_LINE_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
-    ACTIVITY_JSON_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
     metrics_json: _builtins.str
     """A row of metrics.jsonl."""
     log_line: _builtins.str
-    activity_json: _builtins.str
-    """What each role does right now, as JSON."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def status(self) -> Global___GetStatusResponse: ...
+    @_builtins.property
+    def activity(self) -> Global___Activity: ...
     def __init__(
         self,
         *,
@@ -478,13 +536,13 @@ class WatchResponse(_message.Message):
         metrics_json: _builtins.str = ...,
         log_line: _builtins.str = ...,
         status: Global___GetStatusResponse | None = ...,
-        activity_json: _builtins.str = ...,
+        activity: Global___Activity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["activity_json", b"activity_json", "event", b"event", "log_line", b"log_line", "metrics_json", b"metrics_json", "status", b"status", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "event", b"event", "log_line", b"log_line", "metrics_json", b"metrics_json", "status", b"status", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity_json", b"activity_json", "event", b"event", "log_line", b"log_line", "metrics_json", b"metrics_json", "status", b"status", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "event", b"event", "log_line", b"log_line", "metrics_json", b"metrics_json", "status", b"status", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["metrics_json", "log_line", "status", "activity_json"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["metrics_json", "log_line", "status", "activity"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

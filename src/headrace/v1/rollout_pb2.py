@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.v1 import trajectory_pb2 as headrace_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/rollout.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/v1/trajectory.proto\"\x9a\x01\n\x0bWorkRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x06\x63redit\x18\x02 \x01(\rH\x00\x12-\n\x07serving\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersionH\x00\x12.\n\x0bgroup_ended\x18\x04 \x01(\x0b\x32\x17.headrace.v1.GroupEndedH\x00\x42\x07\n\x05\x65vent\"\xeb\x01\n\nGroupEnded\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12.\n\x06status\x18\x03 \x01(\x0e\x32\x1e.headrace.v1.GroupEnded.Status\x12\x0f\n\x07message\x18\x04 \x01(\t\"y\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10STATUS_GENERATED\x10\x01\x12\x12\n\x0eSTATUS_ABORTED\x10\x02\x12\x11\n\rSTATUS_FAILED\x10\x03\x12\x1a\n\x16STATUS_PROMPT_TOO_LONG\x10\x04\"p\n\x0cWorkResponse\x12)\n\x05group\x18\x01 \x01(\x0b\x32\x18.headrace.v1.PromptGroupH\x00\x12\x19\n\x0f\x63\x61ncel_group_id\x18\x02 \x01(\tH\x00\x12\x0f\n\x05\x64rain\x18\x03 \x01(\x08H\x00\x42\t\n\x07\x63ommand2Q\n\x0eRolloutService\x12?\n\x04Work\x12\x18.headrace.v1.WorkRequest\x1a\x19.headrace.v1.WorkResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/rollout.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/v1/trajectory.proto\"\x9c\x01\n\x0bWorkRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\x08\x63\x61pacity\x18\x02 \x01(\rH\x00\x12-\n\x07serving\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersionH\x00\x12.\n\x0bgroup_ended\x18\x04 \x01(\x0b\x32\x17.headrace.v1.GroupEndedH\x00\x42\x07\n\x05\x65vent\"\xeb\x01\n\nGroupEnded\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12.\n\x06status\x18\x03 \x01(\x0e\x32\x1e.headrace.v1.GroupEnded.Status\x12\x0f\n\x07message\x18\x04 \x01(\t\"y\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10STATUS_GENERATED\x10\x01\x12\x12\n\x0eSTATUS_ABORTED\x10\x02\x12\x11\n\rSTATUS_FAILED\x10\x03\x12\x1a\n\x16STATUS_PROMPT_TOO_LONG\x10\x04\"p\n\x0cWorkResponse\x12)\n\x05group\x18\x01 \x01(\x0b\x32\x18.headrace.v1.PromptGroupH\x00\x12\x19\n\x0f\x63\x61ncel_group_id\x18\x02 \x01(\tH\x00\x12\x0f\n\x05\x64rain\x18\x03 \x01(\x08H\x00\x42\t\n\x07\x63ommand2Q\n\x0eRolloutService\x12?\n\x04Work\x12\x18.headrace.v1.WorkRequest\x1a\x19.headrace.v1.WorkResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.rollout_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKREQUEST']._serialized_start=73
-  _globals['_WORKREQUEST']._serialized_end=227
-  _globals['_GROUPENDED']._serialized_start=230
-  _globals['_GROUPENDED']._serialized_end=465
-  _globals['_GROUPENDED_STATUS']._serialized_start=344
-  _globals['_GROUPENDED_STATUS']._serialized_end=465
-  _globals['_WORKRESPONSE']._serialized_start=467
-  _globals['_WORKRESPONSE']._serialized_end=579
-  _globals['_ROLLOUTSERVICE']._serialized_start=581
-  _globals['_ROLLOUTSERVICE']._serialized_end=662
+  _globals['_WORKREQUEST']._serialized_end=229
+  _globals['_GROUPENDED']._serialized_start=232
+  _globals['_GROUPENDED']._serialized_end=467
+  _globals['_GROUPENDED_STATUS']._serialized_start=346
+  _globals['_GROUPENDED_STATUS']._serialized_end=467
+  _globals['_WORKRESPONSE']._serialized_start=469
+  _globals['_WORKRESPONSE']._serialized_end=581
+  _globals['_ROLLOUTSERVICE']._serialized_start=583
+  _globals['_ROLLOUTSERVICE']._serialized_end=664
 # @@protoc_insertion_point(module_scope)

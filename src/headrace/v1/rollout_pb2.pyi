@@ -23,12 +23,12 @@ class WorkRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
-    CREDIT_FIELD_NUMBER: _builtins.int
+    CAPACITY_FIELD_NUMBER: _builtins.int
     SERVING_FIELD_NUMBER: _builtins.int
     GROUP_ENDED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    credit: _builtins.int
-    """How many more groups the worker will take; added to what it had left."""
+    capacity: _builtins.int
+    """How many samples the worker takes at a time; may change."""
     @_builtins.property
     def serving(self) -> _trajectory_pb2.PolicyVersion:
         """The version that this worker's engine serves from now on."""
@@ -39,15 +39,15 @@ class WorkRequest(_message.Message):
         self,
         *,
         worker_id: _builtins.str = ...,
-        credit: _builtins.int = ...,
+        capacity: _builtins.int = ...,
         serving: _trajectory_pb2.PolicyVersion | None = ...,
         group_ended: Global___GroupEnded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "event", b"event", "group_ended", b"group_ended", "serving", b"serving"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "event", b"event", "group_ended", b"group_ended", "serving", b"serving"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "event", b"event", "group_ended", b"group_ended", "serving", b"serving", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "event", b"event", "group_ended", b"group_ended", "serving", b"serving", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["credit", "serving", "group_ended"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["capacity", "serving", "group_ended"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

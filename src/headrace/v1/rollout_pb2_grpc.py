@@ -47,7 +47,7 @@ class RolloutServiceServicer(object):
     """
 
     def Work(self, request_iterator, context):
-        """One stream a worker. The worker sends credits and endings, the hub sends groups and cancellations.
+        """One stream a worker. The worker sends its capacity and endings, the hub sends groups and cancellations.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

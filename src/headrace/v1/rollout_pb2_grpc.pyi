@@ -34,7 +34,7 @@ class RolloutServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     Work: _grpc.StreamStreamMultiCallable[_rollout_pb2.WorkRequest, _rollout_pb2.WorkResponse]
-    """One stream a worker. The worker sends credits and endings, the hub sends groups and cancellations."""
+    """One stream a worker. The worker sends its capacity and endings, the hub sends groups and cancellations."""
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
@@ -42,7 +42,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Work: _aio.StreamStreamMultiCallable[_rollout_pb2.WorkRequest, _rollout_pb2.WorkResponse]  # type: ignore[assignment]
-    """One stream a worker. The worker sends credits and endings, the hub sends groups and cancellations."""
+    """One stream a worker. The worker sends its capacity and endings, the hub sends groups and cancellations."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by the hub: rollout workers dial in, take groups and say how they ended."""
@@ -53,6 +53,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_rollout_pb2.WorkRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.WorkResponse], _abc.AsyncIterator[_rollout_pb2.WorkResponse]]:
-        """One stream a worker. The worker sends credits and endings, the hub sends groups and cancellations."""
+        """One stream a worker. The worker sends its capacity and endings, the hub sends groups and cancellations."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,284 @@
+"""The hub's side of the buffer service: the table with the ledger and the staleness window around it.
+
+    consumes    records from rollout workers, takes and commits from learner ranks
+    produces    leased batches with their plans; trained groups
+    waits for   room in the table; for a take: enough ready groups, none that would expire, no evaluation in the way
+
+Invariants:
+- A record is stored only for the current attempt of an unfinished group.
+- All ranks of a step get the same lease and the same plan.
+- A commit moves ledger, window, table and version together, once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.engine.errors import FencedError, HeadraceError, SchemaError, UsageError
+from headrace.engine.hub.evaluation import TABLE as EVAL_TABLE
+from headrace.engine.hub.evaluation import EvalFlow
+from headrace.engine.hub.flow import Ended
+from headrace.engine.hub.ports import TablePort, TableStats, Verdict, ids_of
+from headrace.engine.hub.scoring import Stored
+from headrace.engine.hub.state import HubState
+from headrace.engine.records import decode_column, decode_trajectory
+from headrace.engine.scheduling.batch_plan import PlanItem, plan_batch
+from headrace.engine.scheduling.leases import Lease
+from headrace.engine.types import BatchPlan, DropReason, PolicyVersion, Trajectory
+from headrace.engine.types.records import RecordHeader
+
+TRAIN_TABLE = "train"
+
+
+class StoredColumns(Stored, Protocol):
+    """A record with its sidecar columns."""
+
+    @property
+    def columns(self) -> Mapping[str, bytes]: ...
+
+
+class Order(Protocol):
+    """One rank asks for the batch of a step."""
+
+    @property
+    def table(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def consumer_id(self) -> str: ...
+
+    @property
+    def incarnation(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def deadline_s(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The leased batch of a step, for all ranks.
+
+    Attributes:
+        records: By record id; every record that the plan names.
+        samples: Every sample of the batch with its reward and advantage, also those that take no forward pass.
+    """
+
+    lease_token: int
+    plan: BatchPlan
+    records: Mapping[str, StoredColumns]
+    mean_lag: float
+    max_lag: int
+    samples: Sequence[tuple[Trajectory, float, float]]
+
+
+class HubBuffer:
+    """Serves the train and eval tables of a run."""
+
+    def __init__(self, state: HubState, evals: EvalFlow, *, on_ended: Callable[[list[Ended]], None]) -> None:
+        self._state = state
+        self._evals = evals
+        self._on_ended = on_ended
+        self._batches: dict[int, Batch] = {}
+
+    # Producers
+
+    def stats(self, table: str) -> TableStats:
+        """A table's statistics.
+
+        Raises:
+            SchemaError: There is no such table.
+        """
+        return self._table(table).stats()
+
+    def offer_record(self, table: str, header: RecordHeader, data: bytes) -> Verdict:
+        """Store a record now, or say why not. Never waits.
+
+        Raises:
+            FencedError: The group is over or at a later attempt.
+        """
+        self._refuse_late(table, header)
+        return self._table(table).offer(header, data)
+
+    async def put_record(self, table: str, header: RecordHeader, data: bytes, producer_id: str) -> Verdict:
+        """Store a record as soon as there is room. Cancelling withdraws it.
+
+        Raises:
+            FencedError: The group is over or at a later attempt.
+            DeadlineError: There was no room within `timeouts.no_progress_s`.
+        """
+        self._refuse_late(table, header)
+        limit_s = self._state.config.timeouts.no_progress_s
+        return await self._table(table).put(header, data, who=producer_id, deadline_s=limit_s)
+
+    def put_column(self, table: str, record_id: str, name: str, data: bytes) -> Verdict:
+        """Add a column to a stored record. Never waits."""
+        return self._table(table).add_column(record_id, name, data)
+
+    def _refuse_late(self, table: str, header: RecordHeader) -> None:
+        flow = self._evals if table == EVAL_TABLE else self._state.flow
+        if not flow.is_current(header.group_id, header.attempt):
+            raise FencedError(f"group {header.group_id!r} is over, or at a later attempt than {header.attempt}")
+
+    def _table(self, name: str) -> TablePort:
+        tables = {TRAIN_TABLE: self._state.train, EVAL_TABLE: self._state.evals}
+        if name not in tables:
+            raise SchemaError(f"there is no table {name!r}; the tables are {', '.join(tables)}")
+        return tables[name]
+
+    # The learner
+
+    async def take(self, order: Order) -> Batch:
+        """Lease the batch of a step, waiting for it; all ranks of an incarnation get the same one.
+
+        Raises:
+            DeadlineError: It was not there in time; names what is missing.
+            FencedError: The incarnation is not the current one, or the step is committed.
+            StoppedError: The run is ending.
+        """
+        state = self._state
+        if order.table != TRAIN_TABLE:
+            raise SchemaError(f"table {order.table!r} is not trained on; take from {TRAIN_TABLE!r}")
+        if order.num_ranks != state.config.learner.num_ranks:
+            raise FencedError(
+                f"rank {order.rank} says that there are {order.num_ranks} ranks; learner.num_ranks is "
+                f"{state.config.learner.num_ranks}"
+            )
+        state.refuse_if_ended()
+        lease = await state.train.take(
+            order.step,
+            lambda ready: self._choose(ids_of(ready), order.step),
+            consumer_id=order.consumer_id,
+            incarnation=order.incarnation,
+            deadline_s=order.deadline_s,
+        )
+        batch = self._batches.get(lease.token)
+        if batch is None:
+            state.flow.leased(lease.items, order.step)
+            batch = self._batches[lease.token] = self._plan(lease)
+            state.changed()
+        return batch
+
+    def _choose(self, ready: list[str], step: int) -> list[str] | None:
+        state = self._state
+        state.refuse_if_ended()
+        self._drop_expired(step)
+        if state.hold_step == step:
+            return None
+        return state.flow.choose([group_id for group_id in ready if state.flow.group(group_id)], step)
+
+    def _drop_expired(self, step: int, batch: Sequence[str] = ()) -> None:
+        """End the groups that no step to come may train on."""
+        state = self._state
+        for group_id, attempt in state.flow.expired(step, batch):
+            state.reporting.parts.add("off_policy/dropped", 1)
+            for record in self._records_of(group_id):
+                state.reporting.parts.add("off_policy/dropped_tokens", record.header.num_response_tokens)
+            self._on_ended(state.flow.drop(group_id, attempt, DropReason.STALE))
+
+    def _records_of(self, group_id: str) -> Sequence[Stored]:
+        try:
+            return self._state.train.table.records_of(group_id)
+        except UsageError:  # nothing of it has arrived yet
+            return ()
+
+    def _plan(self, lease: Lease) -> Batch:
+        """Divide the batch; samples without advantage count in the mean and take no forward pass."""
+        config = self._state.config
+        stored: list[StoredColumns] = [
+            record for group_id in lease.items for record in self._state.train.table.records_of(group_id)
+        ]
+        samples = [
+            (decode_trajectory(r.data), _scalar(r.columns["reward"]), _scalar(r.columns["advantage"])) for r in stored
+        ]
+        skips = config.algorithm.skip_zero_variance and not (config.algorithm.kl_coef or config.algorithm.entropy_coef)
+        kept = [r for r, (_, _, advantage) in zip(stored, samples, strict=True) if advantage != 0.0 or not skips]
+        plan = plan_batch(
+            lease.step,
+            [
+                PlanItem(
+                    record_id=r.header.record_id,
+                    group_id=r.header.group_id,
+                    num_tokens=r.header.num_prompt_tokens + r.header.num_response_tokens,
+                    num_loss_tokens=r.header.num_loss_tokens,
+                )
+                for r in kept
+            ],
+            config.learner.num_ranks,
+            config.learner.token_budget,
+        )
+        lags = [lease.step - r.header.oldest_version.version for r in stored]
+        self._state.tokens_by_step[lease.step + 1] = sum(r.header.num_response_tokens for r in stored)
+        self._state.reporting.parts.add("groups/zero_variance", (len(stored) - len(kept)) / config.schedule.group_size)
+        return Batch(
+            lease_token=lease.token,
+            plan=BatchPlan(
+                step=plan.step,
+                ranks=plan.ranks,
+                num_loss_tokens=sum(r.header.num_loss_tokens for r in stored),
+                num_sequences=sum(r.header.num_loss_tokens > 0 for r in stored),
+                num_groups=len(lease.items),
+            ),
+            records={r.header.record_id: r for r in kept},
+            mean_lag=sum(lags) / len(lags),
+            max_lag=max(lags),
+            samples=samples,
+        )
+
+    async def commit(self, table: str, step: int, token: int, skipped: bool) -> PolicyVersion:
+        """Consume a leased batch; returns the version after the step. Again with the same token: the same answer.
+
+        Raises:
+            FencedError: The token is not that of the step's lease.
+            StorageError: The samples of the step could not be written down; the commit counts all the same.
+        """
+        state = self._state
+        commit = state.train.commit(step, token)
+        version = PolicyVersion(state.version.incarnation, step + 1)
+        if not commit.first:
+            return version
+        ended = state.flow.trained(step)
+        state.version = version
+        batch = self._batches.pop(token)
+        state.progressed()
+        state.reporting.parts.add("actor/skipped", float(skipped))
+        try:
+            state.reporting.trained_on(step, batch.samples)
+        except HeadraceError as error:
+            state.end("failed", error)
+        self._on_ended(ended)
+        state.changed()
+        return version
+
+    async def release(self, table: str, step: int, token: int) -> None:
+        """Give a leased batch back.
+
+        Raises:
+            FencedError: The token is not that of the step's lease.
+        """
+        self._state.train.release(step, token)
+        self._return([token])
+
+    def consumer_lost(self, consumer_id: str, incarnation: int) -> None:
+        """The learner is proven dead: what it had leased can be taken again."""
+        self._state.train.consumer_lost(consumer_id, incarnation)
+        self._return(list(self._batches))
+
+    def _return(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            batch = self._batches.pop(token, None)
+            if batch is not None:
+                self._state.flow.released(list(dict.fromkeys(sample.group_id for sample, _, _ in batch.samples)))
+        self._state.changed()
+
+
+def _scalar(column: bytes) -> float:
+    _, value = decode_column(column)
+    return float(value)

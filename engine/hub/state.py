@@ -1,0 +1,86 @@
+"""What all parts of a hub share: one object, one event loop."""
+
+from dataclasses import dataclass, field
+
+from headrace.engine.clock import Clock
+from headrace.engine.config import Config
+from headrace.engine.errors import HeadraceError, StoppedError
+from headrace.engine.hub.flow import GroupFlow
+from headrace.engine.hub.members import Members
+from headrace.engine.hub.ports import TablePort
+from headrace.engine.hub.reporting import Reporting
+from headrace.engine.hub.waits import Changes, WaitBoard
+from headrace.engine.telemetry.events import Ended, RunStatus
+from headrace.engine.types import PolicyVersion
+
+
+@dataclass(slots=True, kw_only=True)
+class HubState:
+    """The state of a run.
+
+    Attributes:
+        version: The version after the last committed step.
+        fencing_token: Of the current learner; an older one is refused.
+        ended: How the run ended; empty while it goes on.
+        hold_step: A step that may not begin yet (an evaluation is pinned to the version before it).
+    """
+
+    run_id: str
+    config: Config
+    clock: Clock
+    board: WaitBoard
+    changes: Changes
+    flow: GroupFlow
+    members: Members
+    reporting: Reporting
+    train: TablePort
+    evals: TablePort
+    version: PolicyVersion
+    fencing_token: int = 1
+    resume_from: str = ""
+    payload_dir: str = ""
+    backend: str = ""
+    ended: Ended = ""
+    error: HeadraceError | None = None
+    hold_step: int | None = None
+    last_progress_s: float = 0.0
+    tokens_by_step: dict[int, int] = field(default_factory=dict[int, int])
+
+    def progressed(self) -> None:
+        """Something was sampled, scored or trained."""
+        self.last_progress_s = self.clock.monotonic()
+
+    def changed(self) -> None:
+        """Let every waiter look again."""
+        self.changes.notify()
+        self.train.changed()
+
+    def end(self, how: Ended, error: HeadraceError | None = None) -> None:
+        """End the run; the first reason counts."""
+        if self.ended:
+            return
+        self.ended, self.error = how, error
+        self.reporting.status(self.status())
+        self.changed()
+
+    def refuse_if_ended(self) -> None:
+        """Raise when the run is ending.
+
+        Raises:
+            StoppedError: It is.
+        """
+        if self.ended:
+            raise StoppedError("the run is ending")
+
+    def status(self) -> RunStatus:
+        """Where the run stands."""
+        return RunStatus(
+            step=self.flow.window.step,
+            num_steps=self.config.run.steps,
+            ended=self.ended,
+            error=None if self.error is None else str(self.error),
+            model=self.config.model.path,
+            backend=self.backend,
+            groups_in_flight=self.flow.num_in_flight(),
+            groups_ready=self.flow.num_ready(),
+        )

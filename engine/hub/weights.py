@@ -1,0 +1,189 @@
+"""The hub's WeightService: learner ranks publish parts, receivers are told of sealed versions and acknowledge them.
+
+    consumes    parts from learner ranks, acknowledgements from receivers
+    produces    sealed updates, one at a time for each receiver
+    waits for   a newer version; a receiver's acknowledgement
+
+Invariants:
+- Nothing of a version is announced before it is sealed.
+- A receiver has one update at a time; the next is worked out from what it has acknowledged.
+- Payload files that no retained update needs are removed; a receiver that has one mapped keeps its bytes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from headrace.engine.errors import CorruptUpdateError, FencedError, UsageError, WeightUpdateError
+from headrace.engine.hub.state import HubState
+from headrace.engine.hub.waits import Wait
+from headrace.engine.transport.channel import FRAME_BYTES
+from headrace.engine.transport.convert import version_from_proto
+from headrace.engine.transport.weights import write_at
+from headrace.engine.transport.weights_convert import ack_from_proto, manifest_from_proto, update_to_proto
+from headrace.engine.types import AckStatus, PolicyVersion, WeightManifest, WeightUpdate
+from headrace.engine.weights.chain import VersionChain
+from headrace.engine.weights.placement import open_reserved
+from headrace.engine.weights.receivers import ReceiverTable
+from headrace.v1 import weights_pb2 as pb
+from headrace.v1 import weights_pb2_grpc
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[object, object]
+
+log = logging.getLogger(__name__)
+
+_RETAINED = 2  # full updates; a slow receiver skips to the newest
+_MAX_FAILURES = 3  # in a row; then the receiver's process is better started anew
+
+
+class WeightHub(weights_pb2_grpc.WeightServiceServicer):
+    """Serves the version chain of a run."""
+
+    def __init__(self, state: HubState, folder: Path) -> None:
+        self._state = state
+        self._folder = folder
+        self._chain = VersionChain(
+            state.run_id,
+            state.config.learner.num_ranks,
+            keep=_RETAINED,
+            root=None if state.resume_from else state.version,
+        )
+        self._receivers = ReceiverTable()
+        self._paths: dict[PolicyVersion, Path] = {}
+        self._offered: dict[str, PolicyVersion] = {}
+
+    @property
+    def newest(self) -> PolicyVersion | None:
+        """The newest sealed version, or the base that engines load by themselves."""
+        return self._chain.newest
+
+    # Publishing
+
+    async def Publish(
+        self, request_iterator: AsyncIterator[pb.PublishRequest], context: "Context"
+    ) -> pb.PublishResponse:
+        requests = aiter(request_iterator)
+        first = await anext(requests, None)
+        if first is None or first.WhichOneof("part") != "header":
+            raise UsageError("a Publish stream begins with its header")
+        header = first.header
+        if header.fencing_token < self._state.fencing_token:
+            raise FencedError(
+                f"token {header.fencing_token} has been taken over by {self._state.fencing_token}; stop this learner"
+            )
+        manifest = manifest_from_proto(header.manifest)
+        path = Path(header.local_path)
+        if not header.local_path:
+            path = self._folder / f"v{manifest.version.incarnation}-{manifest.version.version}.bin"
+            await self._receive(path, manifest, requests)
+        known = self._paths.setdefault(manifest.version, path)
+        if known != path:
+            raise CorruptUpdateError(f"the ranks put version {manifest.version} into two files, {known} and {path}")
+        sealed = self._chain.offer_part(header.rank, manifest, header.fencing_token)
+        if sealed is None:
+            return pb.PublishResponse(sealed=False, digest=manifest.digest)
+        self._remove_unneeded()
+        self._state.reporting.parts.add("weights/wire_bytes", sealed.payload_bytes)
+        self._state.changed()
+        return pb.PublishResponse(sealed=True, digest=sealed.digest)
+
+    async def _receive(self, path: Path, manifest: WeightManifest, requests: AsyncIterator[pb.PublishRequest]) -> None:
+        """Write streamed pieces to their places; several ranks may do so at the same time."""
+        descriptor = open_reserved(path, manifest.payload_bytes)
+        try:
+            async for request in requests:
+                chunk = request.chunk
+                if chunk.offset + len(chunk.data) > manifest.payload_bytes:
+                    raise CorruptUpdateError(
+                        f"a piece of version {manifest.version} ends at byte {chunk.offset + len(chunk.data)} of "
+                        f"{manifest.payload_bytes}"
+                    )
+                await asyncio.to_thread(write_at, descriptor, chunk.data, chunk.offset, path)
+        finally:
+            os.close(descriptor)
+
+    def _remove_unneeded(self) -> None:
+        retained = {manifest.version for manifest in self._chain.retained()}
+        newest = self._chain.newest
+        for version in [v for v in self._paths if v not in retained and newest is not None and v < newest]:
+            with contextlib.suppress(FileNotFoundError):
+                self._paths.pop(version).unlink()
+
+    # Receiving
+
+    async def Subscribe(self, request: pb.SubscribeRequest, context: "Context") -> AsyncIterator[pb.SubscribeResponse]:
+        if request.run_id != self._state.run_id:
+            raise UsageError(
+                f"receiver {request.receiver_id!r} asks for run {request.run_id!r}, this is {self._state.run_id!r}"
+            )
+        receiver = request.receiver_id
+        self._receivers.register(receiver, version_from_proto(request.have) if request.HasField("have") else None)
+        self._offered.pop(receiver, None)
+        try:
+            while True:
+                await self._until_there_is_more(receiver)
+                update = self._next_for(receiver)
+                self._offered[receiver] = update.manifest.version
+                path = update.local_path if request.same_host else ""
+                yield pb.SubscribeResponse(
+                    update=update_to_proto(WeightUpdate(manifest=update.manifest, local_path=path))
+                )
+        finally:
+            self._receivers.remove(receiver)
+
+    async def _until_there_is_more(self, receiver: str) -> None:
+        def is_more() -> bool:
+            self._state.refuse_if_ended()
+            if self._receivers.failures(receiver) >= _MAX_FAILURES:
+                raise WeightUpdateError(
+                    f"{receiver} has failed {_MAX_FAILURES} updates in a row: {self._receivers.failure(receiver)}"
+                )
+            if receiver in self._offered:  # until it has answered
+                return False
+            return bool(self._chain.what_next(self._receivers.base_for_update(receiver)))
+
+        await self._state.changes.wait_until(
+            is_more, Wait(role="weights", member=receiver, waits_for="a newer version", on_whom="the learner")
+        )
+
+    def _next_for(self, receiver: str) -> WeightUpdate:
+        manifest = self._chain.what_next(self._receivers.base_for_update(receiver))[0]
+        return WeightUpdate(manifest=manifest, local_path=str(self._paths[manifest.version]))
+
+    async def Fetch(self, request: pb.FetchRequest, context: "Context") -> AsyncIterator[pb.FetchResponse]:
+        version = version_from_proto(request.version)
+        manifest = next((m for m in self._chain.retained() if m.version == version), None)
+        if manifest is None:
+            raise WeightUpdateError(f"version {version} is not held any more; ask for the newest")
+        with self._paths[version].open("rb") as file:
+            for index in request.bucket_indices or range(len(manifest.buckets)):
+                if index >= len(manifest.buckets):
+                    raise UsageError(f"bucket {index} was asked for; version {version} has {len(manifest.buckets)}")
+                bucket = manifest.buckets[index]
+                end = bucket.payload_offset + bucket.payload_bytes
+                for offset in range(bucket.payload_offset, end, FRAME_BYTES):
+                    file.seek(offset)
+                    data = await asyncio.to_thread(file.read, min(FRAME_BYTES, end - offset))
+                    yield pb.FetchResponse(bucket_index=index, offset=offset, data=data)
+
+    async def Acknowledge(self, request: pb.AcknowledgeRequest, context: "Context") -> pb.AcknowledgeResponse:
+        ack = ack_from_proto(request.ack)
+        receiver = request.receiver_id
+        moved = self._receivers.acknowledge(receiver, ack, self._chain.digest_of(ack.version))
+        self._offered.pop(receiver, None)
+        if moved:
+            self._state.reporting.parts.add("weights/pause_s", ack.pause_s)
+            self._state.reporting.parts.add("weights/apply_s", ack.apply_s)
+        elif ack.status is not AckStatus.SERVING:
+            self._state.reporting.say(
+                f"{receiver} goes on with version {ack.version}: {self._receivers.failure(receiver)}"
+            )
+        self._state.changed()
+        return pb.AcknowledgeResponse()
