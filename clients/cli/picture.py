@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.engine.errors import InputError
 from headrace.engine.telemetry.intervals import Interval, clipped, merged
 from headrace.engine.telemetry.line_file import write_whole
-from headrace.engine.telemetry.timeline import STEP, Span, sampling_overlap
+from headrace.engine.telemetry.timeline import Span, sampling_overlap
 from headrace.engine.telemetry.trace_events import track_order
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def draw_overlap(
 
 def _choose_steps(spans: Sequence[Span], first_step: int | None, last_step: int | None) -> list[Span]:
     """The learner's step spans to show, in order of time. Of a step that ran twice (resume), the later one."""
-    by_number = {_number(span): span for span in spans if span.role == "learner" and span.name == STEP}
+    by_number = {span.step: span for span in spans if span.step is not None}
     if not by_number:
         raise InputError("the timeline has no learner step to draw: a run must finish at least one step")
     numbers = sorted(by_number)
@@ -96,16 +96,11 @@ def _choose_steps(spans: Sequence[Span], first_step: int | None, last_step: int 
     return sorted(chosen, key=lambda span: span.start_s)
 
 
-def _number(span: Span) -> int:
-    number = span.detail.get("step", -1)
-    return int(number) if isinstance(number, (int, float)) else -1
-
-
 def _window(spans: Sequence[Span], steps: Sequence[Span]) -> Interval:
     """From the end of the step before the first shown one, if it is near, to a little after the last one."""
     start_s, end_s = steps[0].start_s, steps[-1].end_s
     margin = 0.02 * (end_s - start_s)
-    earlier = [span.end_s for span in spans if span.name == STEP and span.role == "learner" and span.end_s <= start_s]
+    earlier = [span.end_s for span in spans if span.step is not None and span.end_s <= start_s]
     before_s = max(earlier, default=start_s - margin)
     typical = (end_s - start_s) / len(steps)
     return max(before_s, start_s - typical) - margin, end_s + margin
@@ -126,9 +121,9 @@ def _draw_lane(axes: "Axes", place: int, name: str, spans: Sequence[Span], start
     waits = [(span.start_s, span.end_s) for span in spans if not span.is_work]
     work = [span for span in spans if span.is_work]
     if name == "learner":
-        work = [span for span in work if span.name != STEP]
+        work = [span for span in work if span.step is None]
         for parity, shade in enumerate(_STEP_SHADES):
-            steps = [(s.start_s, s.end_s) for s in spans if s.name == STEP and _number(s) % 2 == parity]
+            steps = [(s.start_s, s.end_s) for s in spans if s.step is not None and s.step % 2 == parity]
             _bars(axes, place, steps, start_s, end_s, _BAR, facecolor=shade, zorder=4)
     _bars(axes, place, waits, start_s, end_s, 0.08, facecolor=colour, alpha=0.45, zorder=2)
     closed = _closed([(span.start_s, span.end_s) for span in work], gap_s)
@@ -164,7 +159,7 @@ def _number_steps(axes: "Axes", steps: Sequence[Span], start_s: float, end_s: fl
     every = math.ceil(len(steps) / 16)
     for step in steps[::every]:
         middle_s = (step.start_s + step.end_s) / 2 - start_s
-        label = f"step {_number(step)}" if len(steps) <= 10 else f"{_number(step)}"
+        label = f"step {step.step}" if len(steps) <= 10 else f"{step.step}"
         axes.text(middle_s, -0.62, label, ha="center", va="bottom", fontsize=_pt(12.5), color=_FAINT)
 
 
@@ -190,6 +185,6 @@ def _title(fraction: float) -> str:
 
 
 def _subtitle(steps: Sequence[Span]) -> str:
-    numbers = sorted(_number(span) for span in steps)
+    numbers = sorted(span.step for span in steps if span.step is not None)
     which = f"Step {numbers[0]}" if len(numbers) == 1 else f"Steps {numbers[0]} to {numbers[-1]}"
     return f"{which}. A bar is work; a thin line is waiting; the bands are the learner's optimizer steps."

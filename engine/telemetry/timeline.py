@@ -5,7 +5,7 @@ times are seconds on one clock; Unix time by convention, so that spans of severa
 together.
 
 A span is work, unless its name begins with "wait": such a span is drawn, but its time is idle time. The spans of the
-learner's optimizer steps are called `STEP` and have the number of the step under "step" in their detail.
+learner's optimizer steps are called "step 7", or "step" with the number under "step" in their detail.
 """
 
 import math
@@ -21,7 +21,7 @@ from headrace.engine.telemetry.intervals import Interval, busy_ratio, clipped, o
 from headrace.engine.telemetry.line_file import LineFile, storage_error, write_whole
 from headrace.engine.telemetry.trace_events import trace_json
 
-STEP = "step"
+_STEP = "step"
 SPANS_FILE = "timeline.spans.jsonl"  # beside timeline.json, one span a line
 _ROLES_WITH_FIGURES = ("learner", "rollout", "reward")
 
@@ -46,6 +46,15 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     def is_work(self) -> bool:
         """Whether its time counts as busy."""
         return not self.name.startswith("wait")
+
+    @property
+    def step(self) -> int | None:
+        """Which optimizer step of the learner this span is; -1 for one without a number, None for any other span."""
+        word, _, number = self.name.partition(" ")
+        if self.role != "learner" or word != _STEP:
+            return None
+        given = self.detail.get("step", number)
+        return int(given) if isinstance(given, int | float) or given.isdecimal() else -1
 
 
 class Timeline:
@@ -178,7 +187,7 @@ def load_spans(path: Path) -> list[Span]:
 def sampling_overlap(spans: Iterable[Span], start_s: float = -math.inf, end_s: float = math.inf) -> float:
     """The fraction of the learner's step time in the window during which sampling ran, 0 to 1; NaN without a step."""
     held = list(spans)
-    steps = [(span.start_s, span.end_s) for span in held if span.role == "learner" and span.name == STEP]
+    steps = [(span.start_s, span.end_s) for span in held if span.step is not None]
     sampling = _work(span for span in held if span.role == "rollout")
     return overlap_fraction(clipped(steps, start_s, end_s), sampling)
 

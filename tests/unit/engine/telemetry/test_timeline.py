@@ -110,5 +110,22 @@ def test_figures_say_who_idled_and_how_much_of_the_step_was_overlapped(tmp_path:
     )
 
 
+@pytest.mark.parametrize(
+    ("track", "name", "detail", "step"),
+    [
+        ("learner", "step 7", {}, 7),
+        ("learner", "step", {"step": 8}, 8),
+        ("learner", "step", {}, -1),
+        ("learner", "steps to come", {}, None),
+        ("learner", "checkpoint", {"step": 3}, None),
+        ("hub", "step 7", {}, None),
+    ],
+)
+def test_a_step_is_known_by_its_name_and_number(
+    track: str, name: str, detail: dict[str, str | int | float], step: int | None
+) -> None:
+    assert Span(track=track, name=name, start_s=0.0, end_s=1.0, detail=detail).step == step
+
+
 def test_overlap_without_a_step_is_not_a_number() -> None:
     assert math.isnan(sampling_overlap([Span(track="rollout 0", name="sample", start_s=0, end_s=1)]))
