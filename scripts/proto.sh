@@ -34,7 +34,16 @@ compare() {
 }
 
 # The commit to compare the contract with: PROTO_BASE, else the last release, else main, else (on main) the one before.
+# A later commit whose message has a line "Breaks-contract: REASON" takes its place: from there on nothing may break.
 base_commit() {
+    local base marked
+    base=$(earlier_commit)
+    [ -n "$base" ] || return 0
+    marked=$(git log -1 --format=%H --grep='^Breaks-contract: .' "$base"..HEAD)
+    echo "${marked:-$base}"
+}
+
+earlier_commit() {
     local base
     if [ -n "${PROTO_BASE:-}" ]; then
         echo "$PROTO_BASE"

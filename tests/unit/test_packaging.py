@@ -95,3 +95,19 @@ print(headrace.__version__, importlib.util.find_spec("engine"))
 """
     out = subprocess.check_output([str(python), "-c", program], text=True, cwd=tmp_path)
     assert out.split() == [PROJECT["project"]["version"], "None"]
+
+
+@pytest.mark.full
+def test_the_core_alone_runs_the_command_line(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=ROOT, check=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([str(python), "-m", "pip", "install", "-q", str(wheel)], check=True)
+    run = [str(python), "-m", "headrace.clients.cli.main"]
+    assert b"group_size = 8" in subprocess.check_output([*run, "config", "schema"], cwd=tmp_path)
+    assert b"records encode_us" in subprocess.check_output([*run, "bench", "records"], cwd=tmp_path)
+    heavy = "import importlib.util as u; print([n for n in ('torch', 'transformers', 'vllm') if u.find_spec(n)])"
+    assert subprocess.check_output([str(python), "-c", heavy], text=True, cwd=tmp_path).strip() == "[]"
