@@ -58,16 +58,16 @@ class StalenessWindow(AdmissionWindow):
         ]
 
     def may_begin(self, step: int, batch: Collection[str] = ()) -> list[str]:
-        """Unfinished groups that `step` must wait for, most urgent first; none means that it may begin.
+        """Groups that `step` must not begin without, most urgent first; none means that it may begin.
 
         Args:
             step: The step to lease or begin.
             batch: The groups chosen for it with `select`, if they are not leased for it yet.
 
         Returns:
-            Running or unscored groups of which one or more would become untrainable, by their own age or because too
-            few places are left before they expire. As soon as enough of them are ready, `select` puts them into the
-            batch and the answer is empty. Always empty under the policy "drop".
+            Groups of which one or more would become untrainable, by their own age or because too few places are left
+            before they expire. Wait for one to become ready and choose the batch again: `select` then puts it in. A
+            group that is ready already is named only if the batch is not the one that `select` gives now. Always empty under the policy "drop".
         """
         if self.policy == "drop":
             return []
@@ -82,8 +82,7 @@ class StalenessWindow(AdmissionWindow):
                 continue
             # Waiting helps only if what is waited for can still get into the batch.
             if len(chosen) < self.groups_per_step or any(member.due > group.due for member in chosen):
-                unfinished = (other.group_id for other in others[: index + 1] if other.stage < Stage.READY)
-                blocking.update(dict.fromkeys(unfinished))
+                blocking.update(dict.fromkeys(other.group_id for other in others[: index + 1]))
         return list(blocking)
 
     def doomed(self, step: int, batch: Collection[str] = ()) -> list[str]:
