@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def _check_credit(algorithm: Algorithm, other: Algorithm) -> None:
     ):
         bad = make_group(rewards)
         sentence = f"assign_credit() of a group with {name} must raise InputError"
-        expect_error(InputError, lambda bad=bad: algorithm.assign_credit([bad]), sentence)
+        expect_error(InputError, partial(algorithm.assign_credit, [bad]), sentence)
 
 
 def _check_token_advantages(algorithm: Algorithm, micro_batch: MicroBatch) -> None:

@@ -31,7 +31,8 @@ async def check_prompt_source(
 
     Args:
         factory: Makes a source at its beginning, always the same one; called twice.
-        num_prompts: Prompts to draw; at most one epoch's, at least 3. A source that ends sooner is drawn to its end.
+        num_prompts: Prompts to draw, half before and half after the state is taken; at least 2, at most one epoch's.
+            With a few more than the source has, its end is checked too.
         timeout_s: For each single wait; a source that waits for a client must have been fed by the factory.
 
     Raises:
@@ -59,6 +60,7 @@ async def check_prompt_source(
     text = json.dumps(state, allow_nan=False)
     expect(source.state() == state, "state() must not move the source")
     tail = await draw(source, num_prompts - len(head))
+    expect(bool(tail), "the source ended within the first half of num_prompts; lower it")
     ids = [prompt.prompt_id for prompt in [*head, *tail]]
     expect(len(set(ids)) == len(ids), "prompt ids must be unique within an epoch")
     expect(json.dumps(state) == text, "a state that was handed out must not change afterwards")

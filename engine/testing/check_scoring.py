@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -126,7 +127,7 @@ def _check_scores(sequences: Sequence[TokenSequence], scores: Sequence[TokenScor
     expect(len({s.column for s in scores}) == 1, "all scores of one scorer must name the same column")
     expect(bool(scores[0].column), "scores must name their column")
     for sequence, score in zip(sequences, scores, strict=True):
-        values: object = score.values
+        values = cast("object", score.values)
         expect(isinstance(values, np.ndarray), f"the scores of {score.record_id} must be a numpy array")
         expect(score.values.dtype == np.float32, f"the scores of {score.record_id} must be float32")
         shape = sequence.response_token_ids.shape

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.engine.types import FinishReason, PolicyVersion, Trajectory, VersionSpan
 
@@ -49,9 +50,10 @@ def assert_same_trajectory(actual: Trajectory, expected: Trajectory) -> None:
     """
     for name in Trajectory.__struct_fields__:
         left, right = getattr(actual, name), getattr(expected, name)
-        if isinstance(right, np.ndarray):
-            same = left.dtype == right.dtype and np.array_equal(left, right)
-        else:
-            same = left == right
+        same = _same_array(left, right) if hasattr(right, "dtype") else bool(left == right)
         if not same:
             raise AssertionError(f"{name} is {left!r}; {right!r} was expected")
+
+
+def _same_array(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:
+    return left.dtype == right.dtype and np.array_equal(left, right)

@@ -129,7 +129,7 @@ class ScriptedInferenceBackend:
         key = zlib.crc32(request.request_id.encode())
         rng = np.random.default_rng([self._seed, key, request.sampling.seed or 0])
         tokens, last = _cut(self._script(request, rng), request)
-        logprobs = [-float(value) for value in np.float32(rng.random(len(tokens)))]
+        logprobs = [-float(value) for value in rng.random(len(tokens), np.float32)]
         with self._slots.enter() as state:
             async with self._slots.slot(state, self._stands_still):
                 for start in range(0, len(tokens), self._tokens_per_chunk):
