@@ -23,7 +23,7 @@ from headrace.engine.config import Config
 from headrace.engine.errors import StoppedError, StorageError
 from headrace.engine.interfaces import TrainerBackend
 from headrace.engine.records import decode_column, decode_trajectory
-from headrace.engine.transport.buffer import TakenBatch
+from headrace.engine.transport.buffer_take import TakenBatch
 from headrace.engine.transport.control import Span
 from headrace.engine.types import PolicyVersion, StepBatch, StepResult, WeightUpdate
 
@@ -98,11 +98,9 @@ class LearnerLoop:
     def _one_step(self, step: int) -> None:
         config = self._config
         self._hub.doing(f"waiting for the batch of step {step}")
-        waited_s = self._clock.monotonic()
-        taken = self._hub.take(step, config.timeouts.no_progress_s)
-        wait_s = self._clock.monotonic() - waited_s
+        taken, wait_s = self._timed("wait", "learner", lambda: self._hub.take(step, config.timeouts.no_progress_s))
         self._hub.doing(f"training step {step}")
-        result, step_s = self._timed(f"step {step}", "learner", lambda: self._train(step, taken))
+        result, step_s = self._timed(f"step {step + 1}", "learner", lambda: self._train(step, taken))
         version = result.version
         if self._rank == 0:
             version = self._hub.commit(step, taken.lease_token, result.skipped)

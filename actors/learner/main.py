@@ -1,27 +1,22 @@
 """The process of one learner rank: join, load, train to the end."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from headrace.actors.learner.checkpoint import CheckpointStore
 from headrace.actors.learner.fsdp_trainer import FsdpTrainer
+from headrace.actors.learner.hub_line import HubLine
 from headrace.actors.learner.loop import LearnerLoop
 from headrace.actors.models import resolve_model
 from headrace.engine.clock import SystemClock
 from headrace.engine.interfaces import Algorithm, TrainerBackend
 from headrace.engine.plugins import load_entry_point
-from headrace.engine.transport.buffer import BlockingBufferClient, TakenBatch
-from headrace.engine.transport.control import BlockingControlClient, Joined, Span
-from headrace.engine.transport.weights import WeightPublisher
-from headrace.engine.types import PolicyVersion, WeightUpdate
+from headrace.engine.transport.control import BlockingControlClient, Joined
 from headrace.v1 import control_pb2 as pb
 
 log = logging.getLogger(__name__)
-
-CONSUMER = "learner"
-
 
 def main(hub: str, member_id: str, rank: int, rendezvous: str) -> None:
     """Run one rank until the steps are done or the run ends. Entry of the child process.
@@ -36,10 +31,23 @@ def main(hub: str, member_id: str, rank: int, rendezvous: str) -> None:
         ConfigError: The model cannot be loaded.
         RunError: See `LearnerLoop.run`.
     """
+    run_rank(hub, member_id, rank, lambda run: _load(run, rank, rendezvous))
+
+
+def run_rank(hub: str, member_id: str, rank: int, load: Callable[[Joined], TrainerBackend]) -> None:
+    """Run one rank around a trainer of the caller's making; blocks until the steps are done or the run ends.
+
+    Args:
+        hub, member_id, rank: See `main`.
+        load: Makes the trainer once the run is known; a resumed run's from `run.resume_from`.
+
+    Raises:
+        RunError: See `LearnerLoop.run`.
+    """
     with BlockingControlClient(hub, pb.ROLE_LEARNER, member_id) as control:
         run = control.join(rank)
         control.progress.moved("loading the model", pb.PHASE_LOADING)
-        trainer = _load(run, rank, rendezvous)
+        trainer = load(run)
         try:
             _train(hub, control, run, trainer, rank)
         finally:
@@ -81,36 +89,6 @@ def _train(hub: str, control: BlockingControlClient, run: Joined, trainer: Train
         loop.run(run.version.version, publish_first=bool(run.resume_from))
     finally:
         line.close()
-
-
-class HubLine:
-    """Everything that the loop says to the hub, over three services of one address."""
-
-    def __init__(self, hub: str, control: BlockingControlClient, run: Joined, rank: int, num_ranks: int) -> None:
-        self._control = control
-        self._buffer = BlockingBufferClient(
-            hub, table="train", consumer_id=CONSUMER, incarnation=run.incarnation, rank=rank, num_ranks=num_ranks
-        )
-        self._weights = WeightPublisher(hub, rank=rank, num_ranks=num_ranks, fencing_token=run.fencing_token)
-
-    def take(self, step: int, deadline_s: float) -> TakenBatch:
-        return self._buffer.take(step, deadline_s)
-
-    def commit(self, step: int, lease_token: int, skipped: bool) -> PolicyVersion:
-        return self._buffer.commit(step, lease_token, skipped)
-
-    def publish(self, part: WeightUpdate) -> bool:
-        return self._weights.publish(part)
-
-    def report(self, step: int, spans: Sequence[Span], metrics: dict[str, float]) -> None:
-        self._control.report(step=step, spans=spans, metrics=metrics)
-
-    def doing(self, what: str) -> None:
-        self._control.progress.moved(what)
-
-    def close(self) -> None:
-        self._buffer.close()
-        self._weights.close()
 
 
 class Checkpoints:

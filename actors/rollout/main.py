@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from headrace.actors.models import resolve_model
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _REPORT_S = 1.0
 
+StartEngine = Callable[[ControlClient, Joined], Awaitable[tuple[InferenceBackend, Renderer, PolicyVersion]]]
+
 
 def main(hub: str, worker_id: str, rank: int = 0, same_host: bool = True) -> None:
     """Run a rollout worker until the hub drains it. Entry of the child process.
@@ -40,31 +43,45 @@ def main(hub: str, worker_id: str, rank: int = 0, same_host: bool = True) -> Non
         ConfigError: The model cannot be loaded.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    asyncio.run(_run(hub, worker_id, rank, same_host))
+    asyncio.run(run_worker(hub, worker_id, rank, same_host=same_host))
 
 
-async def _run(hub: str, worker_id: str, rank: int, same_host: bool) -> None:
+async def run_worker(
+    hub: str, worker_id: str, rank: int = 0, *, same_host: bool = True, start_engine: StartEngine | None = None
+) -> None:
+    """Run a rollout worker on this event loop until the hub drains it. Cancelling ends it and its engine.
+
+    Args:
+        hub, worker_id, rank, same_host: See `main`.
+        start_engine: Makes and starts the engine and its renderer, and names the version that it serves; by default the
+            backend that the configuration asks for.
+
+    Raises:
+        ActorLostError: The hub or the inference engine is gone.
+        ConfigError: The model cannot be loaded.
+    """
     async with open_channel(hub) as channel:
         control = ControlClient(channel, pb.ROLE_ROLLOUT, worker_id)
         run = await control.join(rank)
         control.progress.moved("loading the model", pb.PHASE_LOADING)
         async with asyncio.TaskGroup() as tasks:
             beating = tasks.create_task(control.heartbeats(), name="heartbeats")
-            working = tasks.create_task(_work(hub, control=control, run=run, rank=rank, same_host=same_host))
+            working = tasks.create_task(
+                _work(hub, control=control, run=run, same_host=same_host, start_engine=start_engine or start_configured)
+            )
             await asyncio.wait({beating, working}, return_when=asyncio.FIRST_COMPLETED)
             working.cancel()
             beating.cancel()
         await control.leave("drained")
 
 
-async def _work(hub: str, *, control: ControlClient, run: Joined, rank: int, same_host: bool) -> None:
+async def _work(hub: str, *, control: ControlClient, run: Joined, same_host: bool, start_engine: StartEngine) -> None:
     """Start the engine and serve until drained."""
-    backend, renderer, serving = await _start_engine(control, run)
+    backend, renderer, serving = await start_engine(control, run)
     spans: list[Span] = []
     async with open_channel(hub) as channel, contextlib.aclosing(BufferClient(channel, control.member_id)) as buffer:
         worker = RolloutWorker(
             worker_id=control.member_id,
-            rank=rank,
             config=run.config,
             backend=backend,
             renderer=renderer,
@@ -93,19 +110,19 @@ async def _work(hub: str, *, control: ControlClient, run: Joined, rank: int, sam
                 await backend.close()
 
 
-async def _start_engine(control: ControlClient, run: Joined) -> tuple[InferenceBackend, Renderer, PolicyVersion]:
+async def start_configured(control: ControlClient, run: Joined) -> tuple[InferenceBackend, Renderer, PolicyVersion]:
     """Load the model; the engine serves the base weights under the version that they have."""
     started_s = time.monotonic()
     # A resumed run's weights are not the base model's: its engines wait for the first keyframe.
     base = PolicyVersion(run.incarnation, 0) if not run.resume_from else PolicyVersion(0, 0)
     name, why = choose_backend(run.config)
-    await control.report(metrics={}, error=f"rollouts use {name}: {why}" if why else f"rollouts use {name}")
+    control.progress.say(f"rollouts use {name}: {why}")
     scripted = name == "scripted"
     model_dir = Path() if scripted else await asyncio.to_thread(resolve_model, run.config.model.path)
     backend = create_backend(run.config, model_dir, base)
     renderer: Renderer = IdsOnlyRenderer() if scripted else await asyncio.to_thread(TokenizerRenderer, model_dir)
     await backend.start()
-    log.info("engine %s is ready after %.1f s", name, time.monotonic() - started_s)
+    control.progress.say(f"engine {name} ready in {time.monotonic() - started_s:.1f} s")
     control.progress.moved("waiting for groups", pb.PHASE_READY)
     return backend, renderer, base
 

@@ -44,7 +44,6 @@ class RolloutWorker:
         self,
         *,
         worker_id: str,
-        rank: int,
         config: Config,
         backend: InferenceBackend,
         renderer: Renderer,
@@ -56,7 +55,6 @@ class RolloutWorker:
         on_span: Callable[[Span], None],
     ) -> None:
         self._id = worker_id
-        self._track = f"rollout {rank}"
         self._config = config
         self._backend = backend
         self._renderer = renderer
@@ -158,7 +156,6 @@ class RolloutWorker:
         """Sample one group to its end and say how it ended."""
         status: Status = pb.GroupEnded.STATUS_GENERATED
         message = ""
-        started_s = self._clock.wall()
         try:
             await self._admitting.wait()
             async with asyncio.timeout(self._config.rollout.request_timeout_s):
@@ -178,7 +175,6 @@ class RolloutWorker:
             if isinstance(error, ActorLostError) or not isinstance(error, HeadraceError):
                 self._fatal = error
                 self._end_stream()
-        self._on_span(Span(track=self._track, name=group.group_id, start_s=started_s, end_s=self._clock.wall()))
         self._progress.moved(f"sampling {len(self._groups) - 1} groups")
         ended = pb.GroupEnded(group_id=group.group_id, attempt=group.attempt, status=status, message=message)
         self._say(pb.WorkRequest(group_ended=ended))

@@ -37,7 +37,7 @@ from headrace.engine.telemetry.loop_lag import LoopLag
 from headrace.engine.telemetry.run_folder import RunFolder
 from headrace.engine.transport.server import GrpcServer, Service
 from headrace.engine.types import PolicyVersion, PromptGroup
-from headrace.v1 import buffer_pb2_grpc, control_pb2_grpc, rollout_pb2_grpc, weights_pb2_grpc
+from headrace.v1 import control_pb2_grpc, rollout_pb2_grpc, weights_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -135,12 +135,9 @@ class Hub:
             self._spawn_loop(loop)
 
     def _services(self, control: ControlHub) -> list[Service]:
-        servicer = cast(Any, load_object("headrace.buffers.service:BufferServicer"))(self._buffer)
+        buffer_service = cast(Any, load_object("headrace.buffers.service:buffer_service"))
         return [
-            Service(
-                name="headrace.v1.BufferService",
-                add=lambda server: buffer_pb2_grpc.add_BufferServiceServicer_to_server(servicer, server),
-            ),
+            cast(Service, buffer_service(self._buffer)),
             Service(
                 name="headrace.v1.ControlService",
                 add=lambda server: control_pb2_grpc.add_ControlServiceServicer_to_server(control, server),

@@ -55,7 +55,7 @@ async def run_hub(config: Config, address: str, resume: Path | None) -> None:
     if resume is None or goes_on is None:
         folder = RunFolder.create(Path(config.run.folder), config.run.name, effective_toml(config), now)
     else:
-        folder = RunFolder.open(resume, now, first_step=goes_on.version.version)
+        folder = RunFolder.open(resume, now, first_step=goes_on.version.version + 1)
     try:
         hub = Hub(config, folder, parts, resume=goes_on)
     except BaseException:

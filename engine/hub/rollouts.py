@@ -54,6 +54,8 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
         self._capacities: dict[str, int] = {}
         self._serving: dict[str, PolicyVersion] = {}
         self._due_s: dict[tuple[str, int], float] = {}
+        self._spans: dict[tuple[str, int], int] = {}
+        self._tracks: dict[str, int] = {}
 
     def serving(self) -> dict[str, PolicyVersion]:
         """The version that each connected worker's engine serves."""
@@ -137,11 +139,16 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
     def _send(self, worker: str, group: PromptGroup) -> None:
         limit_s = self._state.config.rollout.request_timeout_s + _GROUP_GRACE_S
         self._due_s[group.group_id, group.attempt] = self._state.clock.monotonic() + limit_s
+        track = f"rollout {self._tracks.setdefault(worker, len(self._tracks))}"
+        span = self._state.reporting.timeline.begin(track, group.group_id, self._state.clock.wall())
+        self._spans[group.group_id, group.attempt] = span
         self._outboxes[worker].put_nowait(pb.WorkResponse(group=group_to_proto(group)))
 
     def cancel(self, ended: list[Ended]) -> None:
         """Tell workers to stop what has no use any more."""
         for end in ended:
+            for key in [key for key in self._spans if key[0] == end.outcome.group_id]:
+                self._settle(*key)
             outbox = self._outboxes.get(end.worker or "")
             if outbox is not None:
                 outbox.put_nowait(pb.WorkResponse(cancel_group_id=end.outcome.group_id))
@@ -155,7 +162,7 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
     # Groups in
 
     def _group_ended(self, worker: str, ended: pb.GroupEnded) -> None:
-        self._due_s.pop((ended.group_id, ended.attempt), None)
+        self._settle(ended.group_id, ended.attempt)
         flow = self._state.flow
         if self._evals.owns(ended.group_id):
             group = self._evals.ended(ended.group_id, ended.attempt, ended.status == pb.GroupEnded.STATUS_GENERATED)
@@ -194,6 +201,13 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
         self._on_ended(ended)
         self._state.changed()
 
+    def _settle(self, group_id: str, attempt: int) -> None:
+        """An attempt is in flight no more: no deadline, and its span is over."""
+        self._due_s.pop((group_id, attempt), None)
+        span = self._spans.pop((group_id, attempt), None)
+        if span is not None:
+            self._state.reporting.timeline.end(span, self._state.clock.wall())
+
     def _forget_records(self, group: PromptGroup) -> None:
         current = self._state.flow.group(group.group_id)
         if current is not None:
@@ -206,7 +220,7 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
         for (group_id, attempt), due_s in list(self._due_s.items()):
             if due_s > now_s:
                 continue
-            del self._due_s[group_id, attempt]
+            self._settle(group_id, attempt)
             group = self._state.flow.group(group_id)
             if group is not None and group.attempt == attempt:
                 self._again(group, "the worker held it for too long")
@@ -218,7 +232,7 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
         groups = flow.in_flight(worker)
         ended = flow.worker_lost(worker)
         for group in groups:
-            self._due_s.pop((group.group_id, group.attempt), None)
+            self._settle(group.group_id, group.attempt)
             self._forget_records(group)
         self._on_ended(ended)
         self._evals.worker_lost(worker)

@@ -57,6 +57,16 @@ class Progress:
         self.count = 0
         self.doing = ""
         self.event_loop_lag_s = 0.0
+        self._notes: list[str] = []
+
+    def say(self, note: str) -> None:
+        """Tell people something; goes with the next heartbeat."""
+        self._notes.append(note)
+
+    def take_notes(self) -> str:
+        """What was said since the last call, one line."""
+        notes, self._notes = self._notes, []
+        return "; ".join(notes)
 
     def moved(self, doing: str, phase: "pb.Phase.ValueType | None" = None) -> None:
         """Something got done; from now on the member does `doing`."""
@@ -92,6 +102,7 @@ def heartbeat(role: "pb.Role.ValueType", member_id: str, progress: Progress) -> 
         progress=progress.count,
         event_loop_lag_s=progress.event_loop_lag_s,
         wait=pb.Wait(role=role, member_id=member_id, waits_for=progress.doing),
+        note=progress.take_notes(),
     )
 
 

@@ -1,0 +1,42 @@
+"""A learner rank's line to the hub: everything that its loop says, over three services of one address."""
+
+from collections.abc import Sequence
+
+from headrace.engine.transport.buffer_take import BlockingBufferClient, TakenBatch
+from headrace.engine.transport.channel import open_blocking_channel
+from headrace.engine.transport.control import BlockingControlClient, Joined, Span
+from headrace.engine.transport.weights import WeightPublisher
+from headrace.engine.types import PolicyVersion, WeightUpdate
+
+CONSUMER = "learner"
+
+
+class HubLine:
+    """Everything that the loop says to the hub, over three services of one address."""
+
+    def __init__(self, hub: str, control: BlockingControlClient, run: Joined, rank: int, num_ranks: int) -> None:
+        self._control = control
+        self._channel = open_blocking_channel(hub)
+        self._buffer = BlockingBufferClient(
+            self._channel, table="train", consumer_id=CONSUMER, incarnation=run.incarnation, rank=rank, num_ranks=num_ranks
+        )
+        self._weights = WeightPublisher(hub, rank=rank, num_ranks=num_ranks, fencing_token=run.fencing_token)
+
+    def take(self, step: int, deadline_s: float) -> TakenBatch:
+        return self._buffer.take(step, deadline_s)
+
+    def commit(self, step: int, lease_token: int, skipped: bool) -> PolicyVersion:
+        return self._buffer.commit(step, lease_token, skipped)
+
+    def publish(self, part: WeightUpdate) -> bool:
+        return self._weights.publish(part)
+
+    def report(self, step: int, spans: Sequence[Span], metrics: dict[str, float]) -> None:
+        self._control.report(step=step, spans=spans, metrics=metrics)
+
+    def doing(self, what: str) -> None:
+        self._control.progress.moved(what)
+
+    def close(self) -> None:
+        self._channel.close()
+        self._weights.close()
