@@ -6,8 +6,8 @@ Per token, with A the advantage, r = exp(current - proximal) and w = min(exp(pro
 
     w * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))  +  kl_coef * k3  -  entropy_coef * entropy
 
-PPO: arXiv 1707.06347, equation 7; decoupled: arXiv 2110.00641; separate bounds: DAPO, arXiv 2503.14476, equation 10; dual
-clip: arXiv 1912.09729, equation 8; k3: http://joschu.net/blog/kl-approx.html.
+PPO: arXiv 1707.06347, equation 7; decoupled: arXiv 2110.00641; separate bounds: DAPO, arXiv 2503.14476, equation 10;
+dual clip: arXiv 1912.09729, equation 8; k3: http://joschu.net/blog/kl-approx.html.
 
 With one update a batch the proximal policy is the detached current one: r is exactly 1, the clip cannot bite, and w is
 what corrects for stale or mismatched samples.
