@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import grpc.aio
@@ -83,7 +83,7 @@ async def check_server(address: str, options: CheckOptions) -> CheckReport:
     async with open_channel(address, internal=is_local(target_of(address))) as channel:
         await _reach(channel, address)
         check = _Check(channel, f"the server at {address}", options)
-        steps: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+        steps: list[tuple[str, Callable[[], Awaitable[object]]]] = [
             ("health checking and reflection", check.health_and_reflection),
             ("Describe", check.describe),
             ("an empty batch", lambda: check.batch("an empty batch", [])),
@@ -165,17 +165,18 @@ class _Check:
 
     async def health_and_reflection(self) -> None:
         try:
-            health = health_pb2_grpc.HealthStub(self._channel)
+            health: Any = health_pb2_grpc.HealthStub(self._channel)
             answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=self._options.timeout_s)
             if answer.status != health_pb2.HealthCheckResponse.SERVING:
                 self.report.faults.append("health checking says that it is not serving")
         except grpc.aio.AioRpcError as error:
             self._advise(f"serve grpc.health.v1.Health, so that an orchestrator sees its state ({error.code().name})")
         try:
-            call = reflection_pb2_grpc.ServerReflectionStub(self._channel).ServerReflectionInfo(
-                iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=self._options.timeout_s
-            )
-            names = [s.name async for answer in call for s in answer.list_services_response.service]
+            reflection = cast(Any, reflection_pb2_grpc.ServerReflectionStub)(self._channel)
+            requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+            names: list[str] = []
+            async for answer in reflection.ServerReflectionInfo(requests, timeout=self._options.timeout_s):
+                names += [service.name for service in answer.list_services_response.service]
             if SERVICE_NAME not in names:
                 self._advise(f"add {SERVICE_NAME} to reflection")
         except grpc.aio.AioRpcError as error:

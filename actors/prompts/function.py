@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
 
+import msgspec
+
 from headrace.engine.errors import ConfigError, UsageError
 from headrace.engine.plugins import load_object
 
@@ -35,12 +37,11 @@ class FunctionRows:
             raise ConfigError(
                 f"data.path {spec!r} cannot be called with data.options {dict(options)}: {error}"
             ) from error
-        if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
-            raise ConfigError(
-                f"data.path {spec!r} returned a {type(given).__name__}; it must return a sequence of rows"
-            )
+        kind = type(given).__name__
+        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+            raise ConfigError(f"data.path {spec!r} returned a {kind}; it must return a sequence of rows")
         rows = cast(Iterable[object], given)
-        self._rows = cast(Sequence[object], rows) if isinstance(rows, Sequence) else list(islice(rows, size))
+        self._rows: Sequence[object] = rows if isinstance(rows, Sequence) else list(islice(rows, size))
         self._spec = spec
         self._prompt_key = prompt_key
         if not self._rows:
@@ -51,11 +52,13 @@ class FunctionRows:
 
     def row(self, index: int) -> dict[str, Any]:
         row = self._rows[index]
-        if isinstance(row, Mapping):
-            return {str(key): item for key, item in cast(Mapping[Any, Any], row).items()}
-        if not isinstance(row, str):
-            raise ConfigError(f"{self.where(index)} is a {type(row).__name__}; a row is text or a dict")
-        return {self._prompt_key: row}
+        if isinstance(row, str):
+            return {self._prompt_key: row}
+        try:
+            return msgspec.convert(row, type=dict[str, Any])
+        except msgspec.ValidationError as error:
+            kind = type(row).__name__
+            raise ConfigError(f"{self.where(index)} is a {kind}; a row is text or a dict with text as keys") from error
 
     def where(self, index: int) -> str:
         return f"{self._spec} row {index}"

@@ -1,7 +1,7 @@
-# pyright: basic  # datasets is an optional package, without types
 """Rows of a Hugging Face data set. Needs the package datasets."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from headrace.engine.errors import ConfigError
@@ -21,7 +21,7 @@ class HubDatasetRows:
             ConfigError: The package is not installed, or the data set cannot be loaded or has no rows.
         """
         try:
-            import datasets
+            datasets = import_module("datasets")
         except ImportError as error:
             raise ConfigError('data.source = "hf" needs the package datasets; pip install datasets adds it') from error
         chosen = {"split": "train", **options}

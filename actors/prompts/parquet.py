@@ -1,6 +1,6 @@
-# pyright: basic  # pyarrow ships no types
 """Rows of a Parquet file. Needs pyarrow."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,14 @@ class ParquetRows:
             ConfigError: pyarrow is not installed, or the file is missing, not Parquet or without rows.
         """
         try:
-            import pyarrow
-            import pyarrow.parquet
+            pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
         except ImportError as error:
             raise ConfigError(
                 'data.source = "parquet" needs the package pyarrow; pip install pyarrow adds it'
             ) from error
         self._path = Path(path)
         try:
-            self._table: Any = pyarrow.parquet.read_table(self._path)
+            self._table: Any = parquet.read_table(self._path)
         except (OSError, pyarrow.ArrowException) as error:
             raise ConfigError(f"the prompt file {str(path)!r} cannot be read as Parquet: {error}") from error
         if self._table.num_rows == 0:

@@ -1,8 +1,8 @@
-# pyright: basic  # reasoning_gym ships no types
 """Generated tasks of reasoning-gym. Needs the package reasoning-gym."""
 
 from collections.abc import Mapping, Set
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 from headrace.actors.prompts.build import PromptFormat, json_types
@@ -31,15 +31,15 @@ class ReasoningGymRows:
             ConfigError: reasoning-gym is not installed, or does not know the task or an option or refuses a value.
         """
         try:
-            import reasoning_gym
-            from reasoning_gym.factory import DATASETS
+            reasoning_gym = import_module("reasoning_gym")
+            tasks: list[str] = list(import_module("reasoning_gym.factory").DATASETS)
         except ImportError as error:
             raise ConfigError(
                 'data.source = "reasoning_gym" needs the package reasoning-gym; headrace[examples] adds it'
             ) from error
-        if task not in DATASETS:
-            near = get_close_matches(task, list(DATASETS), n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {len(DATASETS)} tasks, e.g. chain_sum"
+        if task not in tasks:
+            near = get_close_matches(task, tasks, n=3, cutoff=0.4)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {len(tasks)} tasks, e.g. chain_sum"
             raise ConfigError(f"data.task is {task!r}, which reasoning-gym does not know; {hint}")
         try:
             self._dataset: Any = reasoning_gym.create_dataset(task, size=size, seed=seed, **options)

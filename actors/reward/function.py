@@ -56,8 +56,9 @@ class ScoringFunction:
 
     async def call_async(self, sample: RewardSample, timeout_s: float) -> RewardOutcome:
         """Score one sample with a coroutine function; it is cancelled after `timeout_s`."""
+        limit = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s) as limit:
+            async with limit:
                 result = await self._function(*self._arguments(sample))
             return self._normalise(result, sample)
         except (Exception, SystemExit) as error:  # recorded: the outcome carries it

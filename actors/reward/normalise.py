@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 
@@ -60,7 +61,7 @@ def as_number(value: object) -> float | None:
         value = value[()]  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
         try:
-            return float(value)
+            return float(cast(Any, value))
         except OverflowError:  # an int beyond the range of float
             return math.inf
     return None

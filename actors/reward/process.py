@@ -47,8 +47,8 @@ class WorkerProcess:
             # A session of its own: Ctrl-C on the terminal does not reach it, and its children can be ended with it.
             process = subprocess.Popen(  # noqa: ASYNC220  # a few milliseconds; needs no child watcher
                 [sys.executable, "-m", "headrace.actors.reward.worker"],
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)

@@ -1,8 +1,8 @@
-# pyright: basic  # reasoning_gym ships no types
 """Scores answers to reasoning-gym tasks with the task's own scorer: `headrace.actors.reward.reasoning_gym:score`."""
 
 import functools
 import re
+from importlib import import_module
 from typing import Any
 
 from headrace.engine.errors import ConfigError
@@ -51,7 +51,7 @@ def _dataset(task: str, size: int, seed: int, options: tuple[tuple[str, Any], ..
 
 def _create(task: str, **options: Any) -> Any:
     try:
-        import reasoning_gym
+        reasoning_gym = import_module("reasoning_gym")
     except ImportError as error:
         raise ConfigError(
             "the reasoning-gym scorer needs the package reasoning-gym; install headrace[examples]"

@@ -137,7 +137,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     def _time_left(self, context: "Context") -> float:
         """Seconds until the reply must be under way: a little less than the call has."""
         left_s = context.time_remaining()
-        if left_s is None:
+        if left_s is None:  # pyright: ignore[reportUnnecessaryComparison]  # so it is without a deadline
             return self._default_timeout_s
         return max(0.0, left_s - min(0.25, 0.1 * left_s))
 
