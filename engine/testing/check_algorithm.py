@@ -103,7 +103,7 @@ def _check_loss(algorithm: Algorithm, make_loss_inputs: Callable[[], LossInputs]
     loss: Any = output.loss
     expect(loss.ndim == 0, "the loss must be a scalar")
     expect(bool(loss.requires_grad), "the loss must be connected to the graph, even when no token takes part")
-    value = float(loss)
+    value = float(loss.detach())
     expect(bool(np.isfinite(value)), "the loss of finite inputs must be finite")
     for name, total in output.sums.items():
         tensor: Any = total
@@ -111,5 +111,5 @@ def _check_loss(algorithm: Algorithm, make_loss_inputs: Callable[[], LossInputs]
         expect(not tensor.requires_grad, f"the sum {name!r} must be detached")
         expect(bool(np.isfinite(float(tensor))), f"the sum {name!r} must be finite")
     again: Any = algorithm.loss(make_loss_inputs()).loss
-    expect(float(again) == value, "loss() must be pure: equal inputs give an equal loss")
+    expect(float(again.detach()) == value, "loss() must be pure: equal inputs give an equal loss")
     loss.backward()

@@ -94,6 +94,9 @@ class _Scalar:
     def __float__(self) -> float:
         return self.value
 
+    def detach(self) -> "_Scalar":
+        return _Scalar(self.value)
+
     def backward(self) -> None:
         self.backward_calls += 1
 
