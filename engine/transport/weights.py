@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 import grpc
 import grpc.aio
@@ -91,7 +91,7 @@ class WeightSubscriber:
         self._same_host = same_host
         self._folder = folder
 
-    async def updates(self, have: PolicyVersion | None) -> AsyncIterator[WeightUpdate]:
+    async def updates(self, have: PolicyVersion | None) -> AsyncGenerator[WeightUpdate, None]:
         """Updates to apply, one at a time, each with its payload in a file of this host. Waits for the next.
 
         Raises:
