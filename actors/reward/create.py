@@ -1,14 +1,15 @@
 """The reward of a run, from its configuration."""
 
-from headrace.actors.reward.pool import create_pool
+from headrace.actors.reward.pool import RewardPool, create_pool
 from headrace.engine.config.schema import Config
 from headrace.engine.errors import ConfigError
-from headrace.engine.interfaces import Reward
 from headrace.engine.transport.reward import GrpcReward
 
 
-def create_reward(config: Config) -> Reward:
+def create_reward(config: Config) -> RewardPool | GrpcReward:
     """A pool for `reward.function`, a client for `reward.address`; nothing is started or sent yet.
+
+    Both are a `Reward` with a method `start`, which tells what is wrong before the first sample.
 
     Raises:
         ConfigError: Both are given, or neither.

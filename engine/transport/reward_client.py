@@ -235,6 +235,11 @@ class GrpcReward:
                 return outcomes_from_reply(samples, await self._stub.Score(request, timeout=timeout_s), self._server)
             except grpc.aio.AioRpcError as error:
                 return error
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not self._closed or (task is not None and task.cancelling()):
+                    raise
+                return self._failed(samples, "got no answer, for the client was closed")  # gRPC cancelled the call
 
     def _failed(self, samples: Sequence[RewardSample], what: str) -> list[RewardOutcome]:
         return [failed(s.sample_id, f"{self._server}, asked about sample {s.sample_id!r}, {what}") for s in samples]

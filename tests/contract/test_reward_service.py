@@ -324,6 +324,27 @@ async def test_calls_stay_below_the_message_limit_of_other_servers() -> None:
     assert max(request.ByteSize() for request in service.requests) < 4 << 20 and len(service.requests) == 3
 
 
+async def test_closing_the_client_ends_running_calls_as_errors() -> None:
+    scorer = LengthReward()
+    async with client(RewardServicer(scorer, name="length").service()) as reward:
+        call = asyncio.create_task(reward.score(samples("stop")))
+        await scorer.waiting.wait()
+        await reward.close()
+        (outcome,) = await call
+    assert outcome.status is ERROR and "the client was closed" in outcome.message
+
+
+async def test_cancelling_a_call_withdraws_it_and_leaves_the_client_usable() -> None:
+    scorer = LengthReward()
+    async with client(RewardServicer(scorer, name="length").service()) as reward:
+        call = asyncio.create_task(reward.score(samples("stop")))
+        await scorer.waiting.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await reward.score(samples("aa")))[0].value == 2.0
+
+
 async def test_no_server_at_start_is_one_sentence_that_names_the_setting() -> None:
     reward = GrpcReward("127.0.0.1:1", connect_timeout_s=0.2)
     with pytest.raises(RewardError, match=r"reward\.address '127\.0\.0\.1:1' within 0\.2 s.*correct the address"):
