@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc.aio
 
@@ -140,7 +140,7 @@ async def _read(stream: PutStream, requests: AsyncIterator[pb.PutRequest]) -> No
 
 
 def _time_to_wait(context: "Context") -> float | None:
-    left_s = context.time_remaining()
+    left_s = cast("float | None", context.time_remaining())  # None without a deadline, whatever the stubs say
     if left_s is None:
         return None
     return max(0.0, left_s - min(_ANSWER_MAX_S, left_s * _ANSWER_SHARE))

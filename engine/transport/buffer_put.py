@@ -189,7 +189,8 @@ class PutSender:
         )
 
     async def _read(self, call: "Call") -> None:
-        while (answer := await call.read()) is not grpc.aio.EOF:
+        # What is not an answer is the end of the stream.
+        while isinstance(answer := await call.read(), pb.PutResponse):
             self._broken_since, self._failures = None, 0
             for rejected in answer.rejected:
                 put = self._puts.get(rejected.record_id)

@@ -1,6 +1,7 @@
 """The buffer service over real gRPC, with servers, producers and consumers in processes of their own."""
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -9,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.clients.buffer import encode_column
+from headrace.clients.buffer import encode_column, open_channel
 from headrace.engine.errors import DeadlineError, FencedError, SchemaError, UsageError
 from headrace.engine.types import PolicyVersion
 from headrace.engine.types.records import RecordHeader
+from headrace.v1 import buffer_pb2 as pb
+from headrace.v1 import buffer_pb2_grpc as rpc
 
 Start = Callable[..., Any]
 Header = Callable[..., RecordHeader]
@@ -192,3 +195,17 @@ async def test_a_restarted_server_gets_what_was_not_acknowledged(start_buffer: S
         server = start_buffer(table={"capacity_records": 8})
         assert await waiting == ()
     assert server.ask("stats")["num_added"] == 6
+
+
+async def test_a_take_without_a_deadline_waits_and_leaves_nothing_when_cancelled(start_buffer: Start) -> None:
+    server = start_buffer()
+    async with open_channel(server.address) as channel:
+        call = rpc.BufferServiceStub(channel).Take(pb.TakeRequest(table="train", consumer_id="c", num_ranks=1))
+        reading = asyncio.create_task(call.read())
+        assert await server.waits() == [["c (incarnation 0)", "the batch of step 0 of table 'train'"]]
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
+        give_up = time.monotonic() + 10
+        while server.ask("waits"):
+            assert time.monotonic() < give_up
