@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT_S = 10.0
 _NO_TIME_S = 0.001
+# What gRPC reports in place of the server's status where that arrives while a message is being written.
+_LOST_STATUS = "Internal error from Core"
 
 
 class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,7 +209,7 @@ class _Check:
         if first != second:
             self.report.faults.append("a retry with the same idempotency_key got other outcomes than the first call")
 
-    async def stream(self) -> None:
+    async def stream(self, tries: int = 10) -> None:
         asked = [f"stream-{i}" for i in range(5)]
         requests = [pb.ScoreStreamRequest(sample=sample_to_proto(self._sample(name))) for name in asked]
         try:
@@ -216,6 +218,8 @@ class _Check:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 self._advise("ScoreStream is not implemented; runs use Score alone, so this is no fault")
+            elif error.details() == _LOST_STATUS and tries > 1:
+                await self.stream(tries - 1)
             else:
                 self.report.faults.append(f"ScoreStream failed with {error.code().name}: {error.details()}")
             return
