@@ -56,7 +56,8 @@ class AdmissionWindow:
         self._groups: dict[str, WindowGroup] = {}  # in order of admission
         self._admitted = 0
         self._restamped: set[str] = set()
-        self._moved = False  # a place became free since min_versions were worked out
+        self._moved = False  # a place became free since min_versions were worked out: they could be lower
+        self._short = False  # a place was taken since then: they may have to be higher
 
     @property
     def step(self) -> int:
@@ -86,6 +87,7 @@ class AdmissionWindow:
             raise InputError(f"a group of version {version:g} was pushed, but the learner is only at {self._step}")
         if version is not None and self.rule.expiry(version) < self._step:
             return Admission.STALE
+        self._settle()
         if len(self._groups) >= self.capacity:
             return Admission.FULL
         if version is not None and not self._places.fits(self.rule.expiry(version), self._step):
@@ -135,11 +137,12 @@ class AdmissionWindow:
 
     def min_version(self, group_id: str) -> PolicyVersion:
         """The oldest version that may generate this group, as of now."""
+        self._settle()
         return self._named(self._find(group_id).min_version)
 
     def restamped(self) -> dict[str, PolicyVersion]:
         """Groups not yet started whose `min_version` changed since the last call. Ask before dispatching."""
-        if self._moved:
+        if self._moved or self._short:
             self._restamp()
         names, self._restamped = self._restamped, set()
         groups = (self._groups[name] for name in names if name in self._groups)
@@ -154,6 +157,7 @@ class AdmissionWindow:
             InputError: The version is older than the group's `min_version`, or of a lost future.
         """
         group = self._expect(group_id, Stage.QUEUED, Stage.RUNNING)
+        self._settle()
         number = self.rule.number(version)
         if number < group.min_version:
             raise InputError(
@@ -194,6 +198,7 @@ class AdmissionWindow:
         self._places.leave(group.due)
         self._places.lease(step)
         group.stage, group.step = Stage.LEASED, step
+        self._short = True
 
     def released(self, group_id: str) -> None:
         """The lease was given back: the group is ready again, and as old as it is."""
@@ -205,6 +210,7 @@ class AdmissionWindow:
     def requeued(self, group_id: str) -> PolicyVersion:
         """A new attempt begins from nothing, in the group's old place of the order; returns its `min_version`."""
         group = self._expect(group_id, Stage.QUEUED, Stage.RUNNING, Stage.GENERATED, Stage.READY)
+        self._settle()
         self._vacate(group)
         self._queue(group)
         return self._named(group.min_version)
@@ -247,7 +253,12 @@ class AdmissionWindow:
             self._places.leave(group.due)
         for group in queued:
             self._queue(group)
-        self._moved = False
+        self._moved = self._short = False
+
+    def _settle(self) -> None:
+        """A lease may have taken the place that a group was to have which has not started: move that group on."""
+        if self._short:
+            self._restamp()
 
     def _vacate(self, group: WindowGroup) -> None:
         """Take back the place that the group waits for, or has leased."""

@@ -67,7 +67,8 @@ class StalenessWindow(AdmissionWindow):
         Returns:
             Groups of which one or more would become untrainable, by their own age or because too few places are left
             before they expire. Wait for one to become ready and choose the batch again: `select` then puts it in. A
-            group that is ready already is named only if the batch is not the one that `select` gives now. Always empty under the policy "drop".
+            group that is ready already is named only if the batch is not the one that `select` gives now. Always empty
+            under the policy "drop".
         """
         if self.policy == "drop":
             return []

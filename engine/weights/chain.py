@@ -217,8 +217,8 @@ class VersionChain:
             manifest.base not in self._bases(version) or manifest.base == version
         ):
             raise WrongBaseError(
-                f"the delta to version {version} starts from {manifest.base}, which this chain does not hold from its newest "
-                "keyframe on; start from the newest sealed version of this incarnation or publish a keyframe"
+                f"the delta to version {version} starts from {manifest.base}, which this chain does not hold from its "
+                "newest keyframe on; start from the newest sealed version of this incarnation or publish a keyframe"
             )
         if token > self._token:
             self._token = token

@@ -325,6 +325,20 @@ def test_a_released_lease_makes_the_group_ready_and_as_old_as_it_is() -> None:
     assert window.stale() == ["g"]
 
 
+def test_a_lease_that_takes_the_place_of_a_group_not_yet_started_moves_that_group_on() -> None:
+    window = StalenessWindow(1, 1)
+    window.admit("queued")
+    window.admit("ready")
+    window.trained(0)
+    assert window.min_version("queued") == v(0)  # it would be due by step 1
+    window.started("ready", v(1))
+    finish(window, "ready", 1)
+    window.leased("ready", 1)
+    with pytest.raises(InputError, match="needs 1"):
+        window.started("queued", v(0))
+    assert window.restamped() == {"queued": v(1)}
+
+
 def test_events_out_of_order_or_for_strangers_are_refused() -> None:
     window = StalenessWindow(1, 1)
     window.admit("g")
