@@ -100,8 +100,8 @@ class PackedForward:
         """Whether shared prompts work with this model; if not, fall back to one sequence a row.
 
         A small shared micro-batch is scored three times. Where one branch is changed, the others must keep their
-        scores to the last bit; where the prompt is changed, each token of its branches must notice. Three short passes; with
-        several ranks, all must call it.
+        scores to the last bit; where the prompt is changed, each token of its branches must notice. Three short
+        passes; with several ranks, all must call it.
         """
         if self.mode == "auto":
             base, branch, prompt = (

@@ -114,7 +114,7 @@ def policy_loss(inputs: LossInputs, options: PolicyLossOptions) -> PolicyLoss:
         "pg_loss": pg_loss,
         "clipfrac": (clipped & mask).sum(),
         "ppo_kl": -log_ratio.sum(),
-        "mismatch_kl": _where_loss(mask, k3_kl(behaviour, proximal)).sum(),
+        "mismatch_kl": -mismatch.sum(),
         "importance_weight": _where_loss(mask, weight).sum(),
         "importance_raw": _where_loss(mask, raw).sum(),
     }

@@ -1,0 +1,59 @@
+# pyright: basic
+# torch is only partly typed.
+"""A micro-batch as a loss sees it, on the device of the scores."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.engine.types import MicroBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLossInputs:
+    """Implements `headrace.engine.interfaces.LossInputs`; see there for shapes."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    proximal_logprobs: Tensor
+    behaviour_logprobs: Tensor
+    reference_logprobs: Tensor | None
+    advantages: Tensor
+    loss_mask: Tensor
+    sequence_ids: Tensor
+    num_loss_tokens: int
+    num_sequences: int
+
+    @classmethod
+    def build(
+        cls,
+        micro_batch: MicroBatch,
+        *,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        advantages: npt.NDArray[np.float32],
+        num_loss_tokens: int,
+        num_sequences: int,
+    ) -> "TensorLossInputs":
+        """Move a micro-batch's columns beside the scores; the proximal policy is the detached current one."""
+        device = logprobs.device
+        return cls(
+            logprobs=logprobs,
+            entropy=entropy,
+            proximal_logprobs=logprobs.detach(),
+            behaviour_logprobs=torch.from_numpy(micro_batch.behaviour_logprobs).to(device),
+            reference_logprobs=None,
+            advantages=torch.from_numpy(advantages).to(device),
+            loss_mask=torch.from_numpy(micro_batch.loss_mask != 0).to(device),
+            sequence_ids=torch.from_numpy(micro_batch.sequence_ids.astype(np.int64)).to(device),
+            num_loss_tokens=num_loss_tokens,
+            num_sequences=num_sequences,
+        )
