@@ -186,7 +186,7 @@ EVENTS = {
 }
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     groups=st.integers(1, 3),
     staleness=st.integers(0, 3),
