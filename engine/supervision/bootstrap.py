@@ -1,11 +1,14 @@
 """First code of every child: watch the parent, then import and run what the child is for.
 
-    python -m headrace.engine.supervision.bootstrap MODULE:FUNCTION JSON
+    python -m headrace.engine.supervision.bootstrap MODULE:FUNCTION JSON [DESCRIPTOR]
 
 Standard input is a pipe that the parent holds open. Its end means that the parent is dead, and the whole process
 group of this child is killed at once; the watch begins before anything heavy is imported.
+
+DESCRIPTOR is a pipe for the reason of our end: the log may lie on the very disk that is full.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -17,11 +20,11 @@ import msgspec
 
 from headrace.engine.errors import HeadraceError
 
-ERROR_MARK = "headrace-error: "
+MAX_MESSAGE_CHARS = 4000  # a pipe takes so much at once, whether somebody reads or not
 
 
 class ChildError(msgspec.Struct, frozen=True, kw_only=True):
-    """How a child says why it ended; the last line of its standard error."""
+    """How a child says why it ended."""
 
     kind: str
     message: str
@@ -62,14 +65,16 @@ def main() -> int:
         status = 1
         _say_why("RunError", f"{type(error).__name__}: {error}")
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # the disk of the log may be full
+            sys.stdout.flush()
+            sys.stderr.flush()
     return status
 
 
 def _say_why(kind: str, message: str) -> None:
-    line = msgspec.json.encode(ChildError(kind=kind, message=message)).decode()
-    sys.stderr.write(f"{ERROR_MARK}{line}\n")
+    text = message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 3] + "..."
+    if len(sys.argv) > 3:
+        os.write(int(sys.argv[3]), msgspec.json.encode(ChildError(kind=kind, message=text)))
 
 
 if __name__ == "__main__":

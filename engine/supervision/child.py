@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.engine import errors
 from headrace.engine.errors import ActorLostError, HeadraceError, StorageError
-from headrace.engine.supervision.bootstrap import ERROR_MARK, ChildError
+from headrace.engine.supervision.bootstrap import ChildError
 from headrace.engine.supervision.guardian import Guardian
 
 _TAIL_BYTES = 16_384
@@ -27,12 +27,17 @@ class Child:
     The child leads a process group; ending the child ends the group, so that nothing it started is left.
     """
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], guardian: Guardian, log_path: Path) -> None:
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], guardian: Guardian, log_path: Path, reason: int
+    ) -> None:
+        """Use `spawn`. `reason` is the reading end of the pipe through which the child says why it ended."""
         self.name = name
         self.log_path = log_path
         self._process = process
         self._guardian = guardian
         self._exited = asyncio.Event()
+        self._reason = reason
+        self._said = b""
         loop = asyncio.get_running_loop()
         guardian.watch(process.pid)
         threading.Thread(target=self._reap, args=(loop,), name=f"reap-{name}", daemon=True).start()
@@ -62,6 +67,9 @@ class Child:
         log_path = log_folder / f"{name}.log"
         command = [sys.executable, "-m", "headrace.engine.supervision.bootstrap", target]
         command.append(msgspec.json.encode(dict(arguments)).decode())
+        reason, reason_end = os.pipe()
+        os.set_blocking(reason, False)
+        command.append(str(reason_end))
         try:
             with log_path.open("ab") as log_file:
                 process = subprocess.Popen(
@@ -70,11 +78,15 @@ class Child:
                     stdout=log_file,
                     stderr=log_file,
                     process_group=0,
+                    pass_fds=(reason_end,),
                     env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
                 )
         except OSError as error:
+            os.close(reason)
             raise StorageError(f"cannot start {name} with its log in {log_path}: {error.strerror}") from error
-        return cls(name, process, guardian, log_path)
+        finally:
+            os.close(reason_end)
+        return cls(name, process, guardian, log_path, reason)
 
     @property
     def pid(self) -> int:
@@ -109,19 +121,17 @@ class Child:
 
     def why_it_ended(self) -> HeadraceError:
         """The error that the child named, or one that quotes the end of its log."""
-        lines = self._log_tail()
-        for line in reversed(lines):
-            if line.startswith(ERROR_MARK):
-                said = msgspec.json.decode(line.removeprefix(ERROR_MARK).encode(), type=ChildError)
-                kind = getattr(errors, said.kind, errors.RunError)
-                return kind(said.message)
+        with contextlib.suppress(msgspec.DecodeError):  # nothing was said, or killed half-way
+            said = msgspec.json.decode(self._said, type=ChildError)
+            kind = getattr(errors, said.kind, errors.RunError)
+            return kind(said.message)
         status = self._process.returncode
         how = (
             f"by signal {signal.Signals(-status).name}"
             if status is not None and status < 0
             else f"with status {status}"
         )
-        last = next((line for line in reversed(lines) if line.strip()), "nothing was logged")
+        last = next((line for line in reversed(self._log_tail()) if line.strip()), "nothing was logged")
         return ActorLostError(f"{self.name} ended {how}; its last words in {self.log_path}: {last.strip()[:300]}")
 
     def _log_tail(self) -> list[str]:
@@ -138,6 +148,9 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+        with contextlib.suppress(OSError):
+            self._said = os.read(self._reason, 1 << 16)
+        os.close(self._reason)
         if self._process.stdin is not None:
             self._process.stdin.close()
         with contextlib.suppress(RuntimeError):  # the loop may be closed already

@@ -1,16 +1,19 @@
-"""Ends the process groups of a supervisor that has died.
+"""Ends the process groups of a supervisor that has died, and removes its temporary folders.
 
 A guardian is a tiny process in a session of its own that reads a pipe from its supervisor. The supervisor names the
-process groups that it starts; at end of file, which a SIGKILL of the supervisor causes too, the guardian kills those
-that are left. Inference engines keep worker processes below their front end that outlive it by half a minute.
+process groups that it starts and the folders that it makes; at end of file, which a SIGKILL of the supervisor causes
+too, the guardian kills and removes those that are left. Inference engines keep worker processes below their front end
+that outlive it by half a minute.
 
 Only groups that this supervisor started are ever ended. A group is struck off once its leader has been reaped and the
 rest of it killed, so a number that the kernel gives away again is not hit.
 """
 
 import contextlib
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import IO
 
 # Runs under `python -I -S`: no site, no environment, a few milliseconds.
@@ -19,14 +22,26 @@ import os, signal, sys
 for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(name, signal.SIG_IGN)
 groups = set()
+folders = set()
 for line in sys.stdin.buffer:
-    verb, number = line.split()
-    (groups.add if verb == b"+" else groups.discard)(int(number))
+    verb, what = line[:1], line[2:-1]
+    if verb == b"f":
+        folders.add(what)
+    else:
+        (groups.add if verb == b"+" else groups.discard)(int(what))
 for group in groups:
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
         pass
+if any(os.path.lexists(folder) for folder in folders):
+    import shutil, time
+    for _ in range(50):
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not any(os.path.lexists(folder) for folder in folders):
+            break
+        time.sleep(0.1)  # somebody who is being killed was still writing there
 """
 
 
@@ -54,12 +69,18 @@ class Guardian:
         """Kill this process group when the supervisor dies."""
         self._tell(b"+ %d\n" % group)
 
+    def remove(self, folder: Path) -> None:
+        """Remove this folder, which the supervisor has made, when the supervisor dies or closes the guardian."""
+        name = os.fsencode(folder.absolute())
+        if b"\n" not in name:  # such a name would be cut into another one
+            self._tell(b"f " + name + b"\n")
+
     def forget(self, group: int) -> None:
         """The group is gone."""
         self._tell(b"- %d\n" % group)
 
     def close(self) -> None:
-        """End the guardian; groups that it still watches are killed. May be called twice."""
+        """End the guardian; groups that it still watches are killed, its folders removed. May be called twice."""
         if not self._pipe.closed:
             self._pipe.close()
         self._process.wait()
