@@ -21,14 +21,14 @@ from typing import Any
 from headrace.actors.rollout.checkpoint import check_context, check_request, end_token_ids
 from headrace.actors.rollout.vllm_engine import (
     build_engine,
+    pause_engine,
     prompt_of,
     sampling_params,
-    settle_outputs,
     stop_engine,
 )
 from headrace.actors.rollout.vllm_stream import VllmStream
 from headrace.engine.config.schema import Config
-from headrace.engine.errors import ActorLostError, CorruptUpdateError, WeightUpdateError
+from headrace.engine.errors import ActorLostError, CorruptUpdateError, UsageError, WeightUpdateError
 from headrace.engine.types import (
     AckStatus,
     EngineState,
@@ -186,11 +186,16 @@ class VllmBackend:
     async def _submit(self, stream: VllmStream) -> None:
         engine_id = f"headrace-{next(self._numbers)}"
         stream.engine_id = engine_id
-        collector = await self._engine.add_request(
-            engine_id,
-            prompt_of(stream.request.token_ids, f"{self._version.incarnation}:{self._version.version}"),
-            sampling_params(stream.request.sampling, self._end_ids),
-        )
+        try:
+            collector = await self._engine.add_request(
+                engine_id,
+                prompt_of(stream.request.token_ids, f"{self._version.incarnation}:{self._version.version}"),
+                sampling_params(stream.request.sampling, self._end_ids),
+            )
+        except ValueError as error:
+            raise UsageError(f"vLLM refuses request {stream.request.request_id}: {error}") from error
+        except Exception as error:
+            raise ActorLostError(f"vLLM takes no requests: {type(error).__name__}: {error}") from error
         stream.attach(engine_id, collector)
 
     async def _stop_generating(self, mode: PauseMode) -> None:
@@ -199,12 +204,9 @@ class VllmBackend:
         async with self._submitting:
             pass
         try:
-            # The cache stays: salts keep it apart, and requests in flight go on with theirs.
-            vllm_mode = "keep" if mode is PauseMode.KEEP else "abort"
-            await self._engine.pause_generation(mode=vllm_mode, clear_cache=False)
+            await pause_engine(self._engine, mode)
         except Exception as error:
             raise ActorLostError(f"vLLM could not be paused: {error}") from error
-        await settle_outputs(self._engine)
         for stream in list(self._streams):
             stream.drain()
         if mode is PauseMode.ABORT:
@@ -242,8 +244,9 @@ class VllmBackend:
                     return self._ack(*refused)
                 return await self._load(update)
             except Exception as error:
-                # An engine that died: its streams end by themselves, and the supervisor starts another.
+                # An engine that died: its streams end by themselves, and whoever waits at the gate is told.
                 self._broken = f"vLLM failed during an update: {error}"
+                self._gate.set()
                 return self._ack(AckStatus.FAILED, self._broken)
 
     async def _load(self, update: WeightUpdate) -> WeightAck:
@@ -255,7 +258,7 @@ class VllmBackend:
         apply_s = time.monotonic() - loading
         failed = _worst(answers)
         if failed is None and any(answer[2] != update.manifest.digest for answer in answers):
-            failed = (AckStatus.FAILED, "A worker answers with another digest.")
+            failed = (AckStatus.FAILED, "a worker answers with another digest")
         if failed is None:
             self._version, self._digest, self._broken = update.manifest.version, update.manifest.digest, ""
             await self._resubmit_untouched()
@@ -266,9 +269,7 @@ class VllmBackend:
         if not self._held:
             await self._go_on()
         pause_s = time.monotonic() - started
-        if failed is not None:
-            return self._ack(AckStatus.FAILED, self._broken, pause_s, apply_s)
-        return self._ack(AckStatus.SERVING, "", pause_s, apply_s)
+        return self._ack(failed[0] if failed else AckStatus.SERVING, self._broken, pause_s, apply_s)
 
     async def _resubmit_untouched(self) -> None:
         """Requests without a token start again, so that nothing of theirs was computed under the old version."""

@@ -14,7 +14,7 @@ from headrace.actors.rollout.checkpoint import has_tokenizer
 from headrace.actors.rollout.vllm_plugin import ENGINE_NAME, register
 from headrace.engine.config.schema import Config
 from headrace.engine.errors import RunError
-from headrace.engine.types import FinishReason, SamplingParams
+from headrace.engine.types import FinishReason, PauseMode, SamplingParams
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -122,7 +122,19 @@ def read_output(output: Any) -> tuple[tuple[int, ...], tuple[float, ...], Finish
     return token_ids, logprobs, _FINISH_REASONS[completion.finish_reason]
 
 
-async def settle_outputs(engine: AsyncLLM) -> None:
+async def pause_engine(engine: AsyncLLM, mode: PauseMode) -> None:
+    """Pause, and return once all that was produced until then lies in the requests' collectors.
+
+    The cache stays: salts keep versions apart, and kept requests go on with their own. vLLM's front end would wait a
+    fixed 20 ms for outputs to settle, so the engine core is asked directly and they are waited for.
+    """
+    await engine.engine_core.pause_scheduler_async(
+        mode="keep" if mode is PauseMode.KEEP else "abort", clear_cache=False
+    )
+    await _settle_outputs(engine)
+
+
+async def _settle_outputs(engine: AsyncLLM) -> None:
     """Return once every output that a paused engine had produced lies in its request's collector.
 
     The engine core sends its last outputs before it answers the pause, over the same socket, so they are in the front

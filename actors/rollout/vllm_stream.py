@@ -96,6 +96,9 @@ class VllmStream:
             self.fail(error)
 
     def _push(self, output: Any) -> None:
+        if self.ended:
+            # Aborted while this output was on its way.
+            return
         token_ids, logprobs, reason = read_output(output)
         self.num_tokens += len(token_ids)
         chunk = TokenChunk(

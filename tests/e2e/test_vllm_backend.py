@@ -285,15 +285,17 @@ async def test_version_on_success_a_refused_update_changes_nothing(vllm_engine: 
 
 async def test_a_load_that_fails_half_way_stops_serving_until_a_full_update_succeeds(vllm_engine: Engine) -> None:
     await vllm_engine.serve(0)
-    served = vllm_engine.num_updates
-    backend, engine = vllm_engine.backend, vllm_engine.backend._engine
-    # Loading without a prepared update is the failure that a real worker can be made to show from outside.
-    answers = await engine.collective_rpc("headrace_load")
-    assert answers[0][0] == AckStatus.FAILED
-    good = vllm_engine.update(1)
-    ack = await backend.apply(good)
-    assert ack.status is AckStatus.SERVING
-    assert ack.version.version > served
+    backend, served = vllm_engine.backend, vllm_engine.num_updates
+    tasks, _ = await started(backend, request("r", temperature=1.0, max_tokens=300, seed=1))
+    # The second half alone: to the workers, a load without an update. They answer that it failed.
+    ack = await backend._load(vllm_engine.update(1))
+    assert (ack.status, ack.version.version) == (AckStatus.FAILED, served)
+    assert (await tasks[0])[-1].finish_reason is FinishReason.ABORTED
+    with pytest.raises(WeightUpdateError, match="Nothing is served after a failed update"):
+        await anext(backend.generate(request("refused", max_tokens=4)))
+    await vllm_engine.serve(2)
+    chunks = await collect(backend.generate(request("g", (1, 2, 3), temperature=0.0, max_tokens=8)))
+    assert tokens(chunks) == greedy(vllm_engine.model(2), (1, 2, 3), 8)
 
 
 async def test_closing_the_iterator_aborts_the_request(vllm_engine: Engine) -> None:
