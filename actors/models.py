@@ -61,6 +61,25 @@ def resolve_model(path: str, cache_dir: Path | None = None) -> Path:
     return _hub_snapshot(path)
 
 
+def check_model(path: str) -> None:
+    """Look whether `resolve_model` would find the model, without loading, converting or downloading anything.
+
+    Raises:
+        ConfigError: There is no such folder, package or file; or, with the hub switched off, no snapshot of that name.
+    """
+    folder = Path(path).expanduser()
+    if path.startswith(_PACKAGE_SCHEME):
+        package, _, relative = path.removeprefix(_PACKAGE_SCHEME).partition("/")
+        _package_file(path, package, relative)
+    elif folder.is_dir() or path.startswith(("/", ".", "~")) or hub_is_off():
+        resolve_model(path)
+
+
+def hub_is_off() -> bool:
+    """Whether the environment forbids downloads, read as the hub's own library does."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def load_causal_lm(folder: Path, dtype: str = "float32", attn: str = "sdpa") -> PreTrainedModel:
     """Load a causal language model from a local folder, in evaluation mode, on the CPU.
 

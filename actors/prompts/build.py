@@ -1,7 +1,7 @@
 """From a row of data to a prompt: messages, and the data that a reward will need."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, cast
 
 import msgspec
 
@@ -14,7 +14,8 @@ class PromptFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a question becomes a conversation.
 
     Attributes:
-        prompt_key: The row's key that holds the question, or a list of messages with role and content.
+        prompt_key: The row's key that holds the question, a list of messages with role and content, or a list of
+            token ids, which are taken as they are.
         system_prompt: First message, where it is not empty and the row has no system message of its own.
         instruction: Appended to each user turn on a line of its own, where it is not empty.
     """
@@ -44,11 +45,14 @@ def build_prompt(row: Mapping[str, Any], prompt_format: PromptFormat, *, prompt_
     if key not in row:
         keys = ", ".join(sorted(map(str, row))) or "none"
         raise ConfigError(f"{where} has no key {key!r}; its keys are: {keys}; set data.prompt_key to one of them")
+    data = json_types({name: item for name, item in row.items() if name != key}, where)
+    token_ids = _token_ids(row[key], prompt_format, f"{where}, key {key!r},")
+    if token_ids:
+        return Prompt(prompt_id=prompt_id, token_ids=token_ids, data=data)
     messages = [_with_instruction(m, prompt_format.instruction) for m in _messages(row[key], f"{where}, key {key!r},")]
     if prompt_format.system_prompt and messages[0].role != "system":
         messages.insert(0, Message(role="system", content=prompt_format.system_prompt))
-    data = {name: item for name, item in row.items() if name != key}
-    return Prompt(prompt_id=prompt_id, messages=tuple(messages), data=json_types(data, where))
+    return Prompt(prompt_id=prompt_id, messages=tuple(messages), data=data)
 
 
 def prompt_text(prompt: Prompt) -> str:
@@ -69,6 +73,22 @@ def json_types(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         return msgspec.json.decode(encoded, type=dict[str, Any])
     except (TypeError, msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(f"{where} holds data that is not JSON: {error}") from error
+
+
+def _token_ids(value: object, prompt_format: PromptFormat, where: str) -> tuple[int, ...]:
+    """The value as token ids, where it is a list of numbers; else nothing."""
+    plain: object = _plain(value) if hasattr(value, "tolist") else value
+    if not isinstance(plain, list | tuple) or not plain or not isinstance(cast("list[object]", plain)[0], int):
+        return ()
+    try:
+        ids = msgspec.convert(plain, type=tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where} begins like token ids, but is not a list of them: {error}") from error
+    if prompt_format.system_prompt or prompt_format.instruction:
+        raise ConfigError(
+            f"{where} holds token ids, to which data.system_prompt and data.instruction cannot be added; leave them empty"
+        )
+    return ids
 
 
 def _messages(value: object, where: str) -> list[Message]:

@@ -50,7 +50,10 @@ def create_eval_source(config: Config) -> list[Prompt]:
     if data.source == "reasoning_gym":
         rows = _rows(data, "", held_out.seed, held_out.num_prompts * _EVAL_OVERSAMPLING)
         return distinct_prompts(rows, prompt_format, held_out.num_prompts, seed=None)
-    rows = _rows(data, held_out.path or data.path, data.seed, data.size)
+    try:
+        rows = _rows(data, held_out.path or data.path, data.seed, data.size)
+    except ConfigError as error:
+        raise ConfigError(f"eval.path = {held_out.path!r}: {error}" if held_out.path else str(error)) from error
     seed = None if held_out.path else held_out.seed
     return distinct_prompts(rows, prompt_format, held_out.num_prompts, seed=seed)
 

@@ -57,6 +57,7 @@ class TableSource:
         self._format = prompt_format
         self._excluded = excluded
         self._position = Position(len(rows), seed=seed, epochs=epochs, shuffle=shuffle)
+        self.num_prompts = len(rows) * epochs or None  # at most, over all epochs; None for no end
         self._build(Place(epoch=0, row=0))
 
     async def next(self) -> Prompt | None:

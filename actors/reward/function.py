@@ -127,6 +127,25 @@ def load_scoring_function(spec: str) -> ScoringFunction:
     return ScoringFunction(found, spec)
 
 
+def check_scoring_function(spec: str) -> None:
+    """Look for the file or the top-level module of a scoring function; runs no code of it.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    place = spec.rpartition(":")[0]
+    if _is_file_spec(spec):
+        if not Path(place).is_file():
+            raise ConfigError(f"reward.function = {spec!r}: there is no file {place!r}; correct the path")
+        return
+    package = place.partition(".")[0]
+    if not package.isidentifier() or (package not in sys.modules and importlib.util.find_spec(package) is None):
+        raise ConfigError(
+            f"reward.function = {spec!r}: there is no module {package!r}; start the command in the folder that holds it, "
+            "or install it, or give file.py:function"
+        )
+
+
 async def _await(results: Any) -> Any:
     return await results
 

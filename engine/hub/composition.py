@@ -8,7 +8,8 @@ import msgspec
 
 from headrace.engine.config import Config
 from headrace.engine.errors import FormatError, UsageError
-from headrace.engine.interfaces import Algorithm, PromptSource, Reward
+from headrace.engine.hub.early import check_names, check_prompts_last
+from headrace.engine.interfaces import Algorithm, PromptSource
 from headrace.engine.plugins import load_entry_point, load_object
 from headrace.engine.transport.reward import GrpcReward
 from headrace.engine.types import PolicyVersion, Prompt
@@ -33,11 +34,13 @@ class Parts:
     eval_name: str
     algorithm: Algorithm
 
-    def make_reward(self, address: str) -> Reward:
+    def make_reward(self, address: str) -> GrpcReward:
         """A client of the reward: of the child that serves `reward.function` at `address`, or of `reward.address`."""
         reward = self.config.reward
         if reward.function:
-            reward = msgspec.structs.replace(reward, function="", address=address)
+            # Our own child serves once it has imported the function, and ends the run if it cannot.
+            start_s = self.config.timeouts.start_s
+            reward = msgspec.structs.replace(reward, function="", address=address, connect_timeout_s=start_s)
         return GrpcReward.from_config(reward)
 
 
@@ -47,12 +50,15 @@ def compose(config: Config) -> Parts:
     Raises:
         UsageError: A name, a file or an entry point does not exist; one sentence says which.
     """
+    check_names(config)
     create_source = cast(Any, load_object("headrace.actors.prompts.create:create_source"))
     create_eval_source = cast(Any, load_object("headrace.actors.prompts.create:create_eval_source"))
     algorithm = cast(Any, load_entry_point("headrace.algorithms", config.algorithm.name))
+    source = cast(PromptSource, create_source(config))
+    check_prompts_last(config, source)
     return Parts(
         config=config,
-        source=cast(PromptSource, create_source(config)),
+        source=source,
         eval_prompts=cast("list[Prompt]", create_eval_source(config)),
         eval_name=config.data.task or Path(config.eval.path or config.data.path).stem or "eval",
         algorithm=cast(Algorithm, algorithm(config.algorithm)),
