@@ -79,8 +79,7 @@ class _InferenceServicer(rpc.InferenceServiceServicer):
                 )
         finally:
             # The caller has gone or the stream has ended: either way nothing may go on generating for it.
-            if isinstance(chunks, AsyncGenerator):
-                await chunks.aclose()
+            await chunks.aclose()
 
     async def Pause(self, request: pb.PauseRequest, context: "Context") -> pb.PauseResponse:
         try:

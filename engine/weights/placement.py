@@ -60,8 +60,12 @@ def open_reserved(path: Path, size: int) -> int:
     except OSError as error:
         raise StorageError(f"The payload file {path} cannot be opened: {error.strerror}.") from error
     try:
-        if os.fstat(fd).st_size > size:
+        status, room = os.fstat(fd), os.fstatvfs(fd)
+        if status.st_size > size:
             raise StorageError(f"{path} is longer than the {size} bytes of this layout; choose another path.")
+        # Asked first, because reserving in vain would fill the folder for a moment, to the harm of its neighbours.
+        if size - status.st_blocks * 512 > room.f_bavail * room.f_frsize:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if size:
             os.posix_fallocate(fd, 0, size)
     except BaseException as error:
