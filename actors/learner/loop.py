@@ -2,7 +2,7 @@
 
     consumes    leased batches, each for a named step
     produces    commits, versions of the weights, metrics, checkpoints
-    waits for   the batch of its step, until the run's deadline
+    waits for   the batch of its step, until the run's deadline; it is asked for while the step before it trains
     unblocked by the hub, when enough groups are ready and none would expire
 
 Blocking code; with several ranks each runs this loop in step, through the collectives of the trainer. Rank 0 commits.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from headrace.actors.learner.ahead import BatchesAhead
 from headrace.actors.learner.packing import build_step_batch
 from headrace.engine.clock import Clock
 from headrace.engine.config import Config
@@ -25,7 +26,7 @@ from headrace.engine.interfaces import TrainerBackend
 from headrace.engine.records import decode_column, decode_trajectory
 from headrace.engine.transport.buffer_take import TakenBatch
 from headrace.engine.transport.control import Span
-from headrace.engine.types import PolicyVersion, StepBatch, StepResult, WeightUpdate
+from headrace.engine.types import PolicyVersion, StepBatch, WeightUpdate
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,13 @@ class LearnerLoop:
         self._rank = rank
         self._clock = clock
         self._spans: list[Span] = []
+        self._batches = BatchesAhead(
+            self._take,
+            num_steps=config.run.steps,
+            ahead=config.schedule.max_staleness > 0,
+            wait_s=config.timeouts.no_progress_s,
+            train_s=config.learner.step_timeout_s,
+        )
 
     def run(self, first_step: int, *, publish_first: bool) -> None:
         """Train; returns when all steps are done or the hub says that the run is ending.
@@ -98,12 +106,12 @@ class LearnerLoop:
     def _one_step(self, step: int) -> None:
         config = self._config
         self._hub.doing(f"waiting for the batch of step {step}")
-        taken, wait_s = self._timed("wait", "learner", lambda: self._hub.take(step, config.timeouts.no_progress_s))
+        (lease_token, batch), wait_s = self._timed("wait", "learner", lambda: self._batches.get(step))
         self._hub.doing(f"training step {step}")
-        result, step_s = self._timed(f"step {step + 1}", "learner", lambda: self._train(step, taken))
+        result, step_s = self._timed(f"step {step + 1}", "learner", lambda: self._trainer.step(batch))
         version = result.version
         if self._rank == 0:
-            version = self._hub.commit(step, taken.lease_token, result.skipped)
+            version = self._hub.commit(step, lease_token, result.skipped)
         publish_s = 0.0
         if (step + 1) % config.schedule.weight_sync_steps == 0:
             self._hub.doing(f"publishing version {version}")
@@ -118,8 +126,10 @@ class LearnerLoop:
             self._hub.report(step + 1, self._spans, metrics)
         self._spans.clear()
 
-    def _train(self, step: int, taken: TakenBatch) -> StepResult:
-        return self._trainer.step(step_batch(step, taken))
+    def _take(self, step: int, deadline_s: float) -> tuple[int, StepBatch]:
+        """The lease's token and the packed batch of a step."""
+        taken = self._hub.take(step, deadline_s)
+        return taken.lease_token, step_batch(step, taken)
 
     def _publish(self, since: PolicyVersion | None) -> None:
         while True:

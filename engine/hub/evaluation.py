@@ -174,7 +174,8 @@ class Evaluator:
         current = self._flow.begin(step, self._prompts, version)
         state.changed()
         await self._until(lambda: not current.generating, "the answers to the held-out prompts", "the rollout workers")
-        state.hold_step = None
+        # Not just None: a batch may be asked for ahead before this evaluation is over.
+        state.hold_step = next(filter(self.is_due, range(step + 1, state.config.run.steps + 1)), None)
         state.changed()
         await self._until(lambda: current.is_done, "the rewards of the held-out prompts", "the reward")
         if current.results:

@@ -221,8 +221,11 @@ class GroupFlow:
     # Batches
 
     def choose(self, ready: Sequence[str], step: int) -> list[str] | None:
-        """The groups that `step` trains on, or None while they are not all there or the step has to wait."""
-        if step != self.window.step:
+        """The groups that `step` trains on, or None while they are not all there or the step has to wait.
+
+        The step after the current one can be asked for too, unless on-policy: its groups do not exist yet.
+        """
+        if not 0 <= step - self.window.step <= min(1, self._config.schedule.max_staleness):
             return None
         batch = self.window.select([group_id for group_id in ready if group_id in self.window], step)
         batch = batch[: self.window.groups_per_step]
@@ -236,8 +239,14 @@ class GroupFlow:
         return self.window.may_begin(step, batch[: self.window.groups_per_step])
 
     def expired(self, step: int, batch: Sequence[str] = ()) -> list[tuple[str, int]]:
-        """Groups, with their attempts, that no step to come may train on."""
-        names = dict.fromkeys([*self.window.stale(), *self.window.doomed(step, batch)])
+        """Groups, with their attempts, that no step to come may train on.
+
+        Args:
+            step: The current one, or the next.
+            batch: The groups chosen for it; without them only what is too old already is named.
+        """
+        doomed = self.window.doomed(step, batch) if batch else []
+        names = dict.fromkeys([*self.window.stale(), *doomed])
         return [(name, self._groups[name].attempt) for name in names if name in self._groups]
 
     def leased(self, group_ids: Iterable[str], step: int) -> None:

@@ -67,6 +67,44 @@ def test_a_group_goes_from_admission_to_training_once() -> None:
     assert flow.ledger.state(names[0]) is GroupState.TRAINED
 
 
+def test_the_batch_of_the_next_step_can_be_chosen_while_the_current_one_trains() -> None:
+    flow = make()
+    flow.enlist("w", 8, START)
+    names = admit_all(flow)
+    dispatch_all(flow)
+    for name in names:
+        finish(flow, name)
+    flow.leased(flow.choose(names, 0) or [], 0)
+    assert flow.choose(names[2:], 1) == names[2:]
+    assert flow.choose(names[2:], 2) is None
+    flow.leased(names[2:], 1)
+    assert [end.outcome.trained_at_step for end in flow.trained(0)] == [0, 0]
+    assert [end.outcome.trained_at_step for end in flow.trained(1)] == [1, 1]
+
+
+def test_on_policy_no_batch_is_chosen_ahead() -> None:
+    flow = make(max_staleness=0)
+    flow.enlist("w", 8, START)
+    names = admit_all(flow)
+    dispatch_all(flow)
+    for name in names:
+        finish(flow, name)
+    assert flow.choose(names, 1) is None
+    assert flow.choose(names, 0) == names
+
+
+def test_a_group_that_the_current_step_can_train_on_is_not_doomed_before_the_batch_is_chosen() -> None:
+    flow = make(max_staleness=0, policy="drop")
+    flow.enlist("w", 8, START)
+    names = admit_all(flow)
+    dispatch_all(flow)
+    finish(flow, names[0])
+    assert flow.expired(0) == []
+    finish(flow, names[1])
+    assert flow.choose(names, 0) == names
+    assert flow.expired(0, names) == []
+
+
 def test_no_group_is_admitted_for_steps_that_will_never_come() -> None:
     flow = make(steps=1)
     assert len(admit_all(flow)) == 2
