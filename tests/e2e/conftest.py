@@ -45,14 +45,14 @@ class ServedEngine:
             warnings.simplefilter("ignore")
             return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
-    def update(self, seed: int) -> WeightUpdate:
-        """A keyframe of that seed's weights, under a new version."""
-        self.num_updates += 1
+    def update(self, seed: int, version: int | None = None) -> WeightUpdate:
+        """A keyframe of that seed's weights, under a new version or the given one."""
+        self.num_updates = self.num_updates + 1 if version is None else version
         named = [(name, value.detach().numpy()) for name, value in self.model(seed).named_parameters()]
         tensors = [TensorSpec(name=name, dtype="float32", shape=value.shape) for name, value in named]
         path = self.folder / f"payload-{self.num_updates}"
-        version = PolicyVersion(0, self.num_updates)
-        with KeyframeWriter(path, tensors, run_id="e2e", version=version) as writer:
+        path.unlink(missing_ok=True)
+        with KeyframeWriter(path, tensors, run_id="e2e", version=PolicyVersion(0, self.num_updates)) as writer:
             for index, (_, value) in enumerate(named):
                 writer.write(index, 0, np.ascontiguousarray(value))
             return WeightUpdate(manifest=writer.manifest(), local_path=str(path))

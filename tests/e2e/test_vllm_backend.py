@@ -13,6 +13,7 @@ from headrace.actors.rollout.backends import choose_backend
 from headrace.engine.config.schema import Config
 from headrace.engine.errors import UsageError, WeightUpdateError
 from headrace.engine.interfaces import InferenceBackend
+from headrace.engine.testing.check_inference import InferenceCase, check_inference_backend
 from headrace.engine.types import (
     AckStatus,
     FinishReason,
@@ -181,7 +182,7 @@ async def test_version_stamp_changes_exactly_at_the_update_in_flight(vllm_engine
     tasks, _ = await started(vllm_engine.backend, request("v", temperature=1.0, max_tokens=120, seed=1), after=10)
     ack = await vllm_engine.backend.apply(update)
     assert ack.status is AckStatus.SERVING
-    assert ack.pause_s > 0
+    assert 0 < ack.apply_s < ack.pause_s < 5
     chunks = await tasks[0]
     stamped = versions(chunks)
     fence = stamped.index(old + 1)
@@ -316,6 +317,31 @@ async def test_requests_that_cannot_run_are_refused(vllm_engine: Engine) -> None
     future = msgspec.structs.replace(request("future", max_tokens=4), min_version=PolicyVersion(1, 0))
     with pytest.raises(WeightUpdateError, match="needs version 1:0"):
         await anext(backend.generate(future))
+
+
+class Borrowed:
+    """A running backend as one that a check may start and close."""
+
+    def __init__(self, backend: Any) -> None:
+        self.generate, self.pause, self.resume = backend.generate, backend.pause, backend.resume
+        self.apply, self.state = backend.apply, backend.state
+
+    async def start(self) -> None:
+        """It runs."""
+
+    async def close(self) -> None:
+        """It goes on."""
+
+
+async def test_every_rule_of_inference_backends_holds(vllm_engine: Engine) -> None:
+    await vllm_engine.serve(0)
+    case = InferenceCase(
+        prompt=(1, 2, 3),
+        long_tokens=300,
+        num_requests=20,
+        make_update=lambda version: vllm_engine.update(1, version.version),
+    )
+    await check_inference_backend(lambda: Borrowed(vllm_engine.backend), case)
 
 
 async def test_auto_takes_vllm_where_it_imports(vllm_engine: Engine) -> None:
