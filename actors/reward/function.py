@@ -1,8 +1,10 @@
 """Scoring functions: found by name, their form told from declaration and signature, called one way."""
 
 import asyncio
+import importlib.machinery
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -138,16 +140,25 @@ def check_scoring_function(spec: str) -> None:
         if not Path(place).is_file():
             raise ConfigError(f"reward.function = {spec!r}: there is no file {place!r}; correct the path")
         return
-    package = place.partition(".")[0]
-    if not package.isidentifier() or (package not in sys.modules and importlib.util.find_spec(package) is None):
+    if not _is_importable(place.partition(".")[0]):
         raise ConfigError(
-            f"reward.function = {spec!r}: there is no module {package!r}; start the command in the folder that holds it, "
+            f"reward.function = {spec!r}: there is no module {place!r}; start the command in the folder that holds it, "
             "or install it, or give file.py:function"
         )
 
 
 async def _await(results: Any) -> Any:
     return await results
+
+
+def _is_importable(package: str) -> bool:
+    """Whether a process that we start could import this top-level package; it has a path of its own."""
+    if not package.isidentifier():
+        return False
+    if package in sys.modules or importlib.util.find_spec(package) is not None:
+        return True
+    folders = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return importlib.machinery.PathFinder.find_spec(package, [folder for folder in folders if folder]) is not None
 
 
 def _is_file_spec(spec: str) -> bool:

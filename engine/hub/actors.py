@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from headrace.engine.errors import UsageError
+from headrace.engine.errors import ActorLostError, HeadraceError, UsageError
+from headrace.engine.hub.composition import newest_checkpoint
 from headrace.engine.hub.state import HubState
 from headrace.engine.scheduling.retry import RestartBudget
 from headrace.engine.supervision.child import Child
@@ -88,10 +89,24 @@ class Actors:
         async def watch() -> None:
             status = await child.wait()
             if status != 0 or name == "reward":
-                self._state.end("failed", child.why_it_ended())
+                error = child.why_it_ended()
+                self._state.end("failed", self._with_way_on(error) if name.startswith("learner-") else error)
 
         task = asyncio.create_task(watch(), name=f"watch {name}")
         self._tasks.add(task)
+
+    def _with_way_on(self, error: HeadraceError) -> HeadraceError:
+        """The error of a learner that was killed, with what there is to go on from."""
+        if not isinstance(error, ActorLostError):
+            return error
+        folder = self._state.reporting.folder.path
+        checkpoint = newest_checkpoint(folder)
+        if checkpoint is None:
+            return ActorLostError(
+                f"{error}; there is no checkpoint yet (learner.checkpoint_steps = "
+                f"{self._state.config.learner.checkpoint_steps}), so start the run anew"
+            )
+        return ActorLostError(f"{error}; go on from {checkpoint.name} with headrace train --resume {folder}")
 
     async def _keep_rollout(self, name: str, rank: int) -> None:
         """Start a rollout worker, and again when it dies, within its budget."""

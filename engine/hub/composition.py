@@ -9,8 +9,11 @@ import msgspec
 from headrace.engine.config import Config
 from headrace.engine.errors import FormatError, UsageError
 from headrace.engine.hub.early import check_names, check_prompts_last
+from headrace.engine.hub.ports import TablePort
+from headrace.engine.hub.waits import WaitBoard
 from headrace.engine.interfaces import Algorithm, PromptSource
 from headrace.engine.plugins import load_entry_point, load_object
+from headrace.engine.scheduling.leases import LeaseTable
 from headrace.engine.transport.reward import GrpcReward
 from headrace.engine.types import PolicyVersion, Prompt
 
@@ -65,6 +68,19 @@ def compose(config: Config) -> Parts:
     )
 
 
+def make_table(name: str, columns: tuple[str, ...], config: Config, board: WaitBoard, first_step: int) -> TablePort:
+    """A table of the buffer whose waits are on the board."""
+    table_class = cast(Any, load_object("headrace.buffers.table:Table"))
+    async_class = cast(Any, load_object("headrace.buffers.async_table:AsyncTable"))
+    table = table_class(
+        name,
+        required_columns=columns,
+        capacity_records=config.buffer.capacity_records,
+        capacity_bytes=config.buffer.capacity_bytes,
+    )
+    return cast(TablePort, async_class(table, LeaseTable(first_step=first_step), board=board))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
     """Where a run goes on: a complete checkpoint and the hub's part of it.
@@ -84,6 +100,12 @@ class _HubState(msgspec.Struct):
     prompts: dict[str, Any]
 
 
+def newest_checkpoint(run_folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run folder, or None."""
+    find_latest = cast(Any, load_object("headrace.actors.learner.checkpoint:find_latest"))
+    return cast("Path | None", find_latest(run_folder / "checkpoints"))
+
+
 def find_resume(run_folder: Path) -> Resume:
     """The newest complete checkpoint of a run folder.
 
@@ -91,8 +113,7 @@ def find_resume(run_folder: Path) -> Resume:
         UsageError: There is none.
         FormatError: The hub's part of it cannot be read.
     """
-    find_latest = cast(Any, load_object("headrace.actors.learner.checkpoint:find_latest"))
-    checkpoint = cast("Path | None", find_latest(run_folder / "checkpoints"))
+    checkpoint = newest_checkpoint(run_folder)
     if checkpoint is None:
         raise UsageError(f"{run_folder} has no complete checkpoint to resume from; start the run anew without --resume")
     path = checkpoint / HUB_STATE_FILE

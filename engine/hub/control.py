@@ -8,7 +8,7 @@ import msgspec
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from headrace.engine.config import effective_toml
-from headrace.engine.errors import FencedError, UsageError
+from headrace.engine.errors import FencedError, HeadraceError, UsageError
 from headrace.engine.hub.members import ROLE_NAMES, Member
 from headrace.engine.hub.state import HubState
 from headrace.engine.telemetry.events import Activity, LogLine, MetricsRow, RunEvent, RunStatus
@@ -87,7 +87,11 @@ class ControlHub(control_pb2_grpc.ControlServiceServicer):
         spans = [Span(track=s.track, name=s.name, start_s=s.start_s, end_s=s.end_s) for s in request.spans]
         state.reporting.spans(spans)
         if request.step:
-            self._finish_step(request.step, dict(request.metrics))
+            try:
+                self._finish_step(request.step, dict(request.metrics))
+            except HeadraceError as error:  # the disk, which is the run's trouble and not the learner's
+                state.end("failed", error)
+                raise
         return pb.ReportResponse()
 
     def _finish_step(self, step: int, metrics: dict[str, float]) -> None:

@@ -20,7 +20,8 @@ def check_names(config: Config) -> None:
     Raises:
         ConfigError: There is no such model or module.
     """
-    if config.learner.launch == "engine" or (config.rollout.launch == "engine" and config.rollout.backend != "scripted"):
+    samples_here = config.rollout.launch == "engine" and config.rollout.backend != "scripted"
+    if samples_here or config.learner.launch == "engine":
         cast(Any, load_object("headrace.actors.models:check_model"))(config.model.path)
     if config.reward.function:
         cast(Any, load_object("headrace.actors.reward.function:check_scoring_function"))(config.reward.function)
@@ -38,6 +39,6 @@ def check_prompts_last(config: Config, source: PromptSource) -> None:
         return
     raise ConfigError(
         f"run.steps = {steps} with schedule.groups_per_step = {per_step} needs {steps * per_step} prompts, but "
-        f"data.epochs = {config.data.epochs} gives {there}; set data.epochs = 0 to repeat them, or run.steps to at most "
-        f"{there // per_step}"
+        f"data.epochs = {config.data.epochs} gives {there}; set data.epochs = 0 to repeat them, or run.steps to at "
+        f"most {there // per_step}"
     )

@@ -17,21 +17,20 @@ from headrace.engine.config import Config
 from headrace.engine.errors import HeadraceError, NoProgressError, StoppedError
 from headrace.engine.hub.actors import Actors
 from headrace.engine.hub.batches import HubBuffer
-from headrace.engine.hub.composition import Parts, Resume
+from headrace.engine.hub.composition import Parts, Resume, make_table
 from headrace.engine.hub.control import ControlHub
 from headrace.engine.hub.evaluation import EvalFlow, Evaluator
 from headrace.engine.hub.flow import Ended, GroupFlow
 from headrace.engine.hub.members import Limits, Members
 from headrace.engine.hub.payloads import PayloadFolder
-from headrace.engine.hub.ports import TablePort
 from headrace.engine.hub.reporting import Reporting
 from headrace.engine.hub.rollouts import Rollouts
 from headrace.engine.hub.scoring_stage import ScoringStage
 from headrace.engine.hub.state import HubState
+from headrace.engine.hub.streak import FailureStreak
 from headrace.engine.hub.waits import Changes, Wait, WaitBoard
 from headrace.engine.hub.weights import WeightHub
 from headrace.engine.plugins import load_object
-from headrace.engine.scheduling.leases import LeaseTable
 from headrace.engine.supervision.guardian import Guardian
 from headrace.engine.telemetry.loop_lag import LoopLag
 from headrace.engine.telemetry.run_folder import RunFolder
@@ -53,7 +52,6 @@ class Hub:
         board = WaitBoard(clock)
         timeouts = config.timeouts
         run_id = uuid.uuid4().hex[:12]
-        self._payloads = PayloadFolder(run_id)
         self.state = HubState(
             run_id=run_id,
             config=config,
@@ -69,11 +67,11 @@ class Hub:
                 )
             ),
             reporting=Reporting(folder, clock),
-            train=_table("train", ("reward", "advantage"), config, board, start.version),
-            evals=_table("eval", (), config, board, 0),
+            streak=FailureStreak(config.schedule.groups_per_step),
+            train=make_table("train", ("reward", "advantage"), config, board, start.version),
+            evals=make_table("eval", (), config, board, 0),
             version=start,
             resume_from="" if resume is None else str(resume.checkpoint),
-            payload_dir=str(self._payloads.path),
             last_progress_s=clock.monotonic(),
         )
         self._folder = folder
@@ -82,7 +80,8 @@ class Hub:
             parts.source.restore(resume.prompts)
         self._evals = EvalFlow(config)
         self._lag = LoopLag(clock)
-        self._guardian = Guardian()
+        self._guardian: Guardian | None = None
+        self._payloads: PayloadFolder | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._servers: list[GrpcServer] = []
         self._final_evaluation_done = False
@@ -110,6 +109,11 @@ class Hub:
 
     async def _start(self, address: str) -> None:
         state = self.state
+        self._guardian = Guardian()
+        self._guardian.remove(self._folder.socket_folder)
+        self._payloads = PayloadFolder(state.run_id)
+        self._guardian.remove(self._payloads.path)
+        state.payload_dir = str(self._payloads.path)
         self._buffer = HubBuffer(state, self._evals, on_ended=self._groups_ended)
         self._weights = WeightHub(state, Path(state.payload_dir))
         self._rollouts = Rollouts(state, self._evals, on_generated=self._group_generated, on_ended=self._groups_ended)
@@ -131,7 +135,7 @@ class Hub:
             self._actors.start_rollouts()
         if state.config.learner.launch == "engine":
             self._actors.start_learners(self._folder.socket_path("rendezvous"))
-        for loop in (self._admit, self._watch_over, self._evaluate, self._lag.run):
+        for loop in (self._reach_reward, self._admit, self._watch_over, self._evaluate, self._lag.run):
             self._spawn_loop(loop)
 
     def _services(self, control: ControlHub) -> list[Service]:
@@ -188,11 +192,17 @@ class Hub:
             log.error("the end of the run could not be written down: %s", error)
         for server in self._servers:
             await server.stop(1.0)
-        await asyncio.to_thread(self._guardian.close)
-        self._payloads.close()
+        if self._payloads is not None:
+            self._payloads.close()
         self._folder.close()
+        if self._guardian is not None:
+            await asyncio.to_thread(self._guardian.close)
 
     # Loops
+
+    async def _reach_reward(self) -> None:
+        """A reward server that nobody answers at ends the run now, not when the model has loaded and sampled."""
+        await self._reward.start()
 
     async def _admit(self) -> None:
         """Take prompts while the window has room."""
@@ -254,10 +264,13 @@ class Hub:
             await asyncio.sleep(_TICK_S)
             now_s = state.clock.monotonic()
             state.reporting.parts.add("event_loop_lag_s", self._lag.take())
+            if state.reporting.trouble is not None:
+                raise state.reporting.trouble
             self._rollouts.overdue(now_s)
             for member, error in state.members.lost(now_s):
                 state.reporting.say(f"{error}; it is ended")
                 state.members.leave(member.member_id)
+                self._rollouts.lost(member.member_id)
                 self._actors.kill(member.member_id)
             still_s = now_s - state.last_progress_s
             limit_s = state.config.timeouts.no_progress_s
@@ -276,6 +289,9 @@ class Hub:
             if end.outcome.dropped is not None:
                 self.state.reporting.parts.add(f"groups/dropped_{end.outcome.dropped.value}", 1)
                 self.state.train.drop_group(end.outcome.group_id, end.outcome.dropped.value)
+                error = self.state.streak.dropped(end.outcome.dropped)
+                if error is not None:
+                    self.state.end("failed", error)
             self._parts.source.report(end.prompt_id, end.outcome)
         self._rollouts.cancel(ended)
         if ended:
@@ -296,15 +312,3 @@ class Hub:
             return condition()
 
         await self.state.changes.wait_until(holds, Wait(role="hub", member=member, waits_for=what, on_whom=whom))
-
-
-def _table(name: str, columns: tuple[str, ...], config: Config, board: WaitBoard, first_step: int) -> TablePort:
-    make_table = cast(Any, load_object("headrace.buffers.table:Table"))
-    make_async = cast(Any, load_object("headrace.buffers.async_table:AsyncTable"))
-    table = make_table(
-        name,
-        required_columns=columns,
-        capacity_records=config.buffer.capacity_records,
-        capacity_bytes=config.buffer.capacity_bytes,
-    )
-    return cast(TablePort, make_async(table, LeaseTable(first_step=first_step), board=board))

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from headrace.engine.clock import Clock
+from headrace.engine.errors import StorageError
 from headrace.engine.telemetry.events import Activity, LogLine, MetricsRow, RunEvent, RunStatus
 from headrace.engine.telemetry.metrics import MetricAccumulator, MetricsWriter
 from headrace.engine.telemetry.run_folder import RunFolder
@@ -27,6 +28,7 @@ class Reporting:
     def __init__(self, folder: RunFolder, clock: Clock) -> None:
         self.folder = folder
         self.parts = MetricAccumulator()
+        self.trouble: StorageError | None = None  # of the log, which is written where nobody could handle it
         self.timeline = Timeline(folder.spans_path)
         self._metrics = MetricsWriter(folder.metrics_path, clock)
         self._samples = SampleWriter(folder.samples_path, clock)
@@ -48,9 +50,12 @@ class Reporting:
         self._watchers.remove(queue)
 
     def say(self, text: str) -> None:
-        """A line for people."""
+        """A line for people. Never raises: that log.txt cannot be written is kept in `trouble`."""
         log.info("%s", text)
-        self.folder.log(text, self._clock.wall())
+        try:
+            self.folder.log(text, self._clock.wall())
+        except StorageError as error:
+            self.trouble = error
         self.emit(LogLine(text=text))
 
     def activity(self, activity: Activity) -> None:
@@ -119,11 +124,17 @@ class Reporting:
         self.emit(MetricsRow(step=step, values=self._metrics.write(step, self.parts.take())))
 
     def close(self) -> None:
-        """Write the timeline and close the files."""
-        self.timeline.write(self.folder.timeline_path)
-        self.timeline.close()
-        self._metrics.close()
-        self._samples.close()
+        """Write the timeline and close the files.
+
+        Raises:
+            StorageError: The timeline cannot be written; the files are closed all the same.
+        """
+        try:
+            self.timeline.write(self.folder.timeline_path)
+        finally:
+            self.timeline.close()
+            self._metrics.close()
+            self._samples.close()
 
 
 def sample_row(kind: str, step: int, trajectory: Trajectory, reward: float) -> SampleRow:

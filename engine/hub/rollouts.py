@@ -180,6 +180,7 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
                 if self._state.config.rollout.overlong_prompt == "fail":
                     self._state.end("failed", UsageError(ended.message))
                 else:
+                    self._state.attempt_failed(group, ended.message)
                     self._on_ended(flow.drop(group.group_id, group.attempt, DropReason.PROMPT_TOO_LONG))
             case _:
                 self._again(group, ended.message or f"aborted by {worker}")
@@ -195,7 +196,7 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
 
     def _again(self, group: PromptGroup, why: str) -> None:
         """Begin a group anew, or end it when it has had all its attempts."""
-        log.warning("group %s attempt %d: %s", group.group_id, group.attempt, why)
+        self._state.attempt_failed(group, why)
         ended = self._state.flow.requeue(group.group_id, group.attempt, why, DropReason.ROLLOUT_FAILED)
         self._forget_records(group)
         self._on_ended(ended)
@@ -224,6 +225,13 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
             group = self._state.flow.group(group_id)
             if group is not None and group.attempt == attempt:
                 self._again(group, "the worker held it for too long")
+
+    def lost(self, worker: str) -> None:
+        """A worker counts as lost: its stream ends, and its groups begin anew elsewhere."""
+        outbox = self._outboxes.pop(worker, None)
+        if outbox is not None:
+            outbox.put_nowait(None)
+            self._lose(worker)
 
     def _lose(self, worker: str) -> None:
         self._serving.pop(worker, None)

@@ -81,6 +81,7 @@ class ScoringStage:
             for name, value in outcome.metrics.items():
                 self._state.reporting.parts.add(f"reward/{name}", value)
         self._state.flow.ready(group.group_id, group.attempt)
+        self._state.streak.succeeded()
         self._state.progressed()
         self._state.changed()
 
@@ -124,7 +125,7 @@ class ScoringStage:
             assert verdict.accepted, verdict.reason
 
     def _unscored(self, group: PromptGroup, why: str) -> None:
-        log.warning("group %s attempt %d: %s", group.group_id, group.attempt, why)
+        self._state.attempt_failed(group, why)
         flow = self._state.flow
         if self._state.config.reward.on_failure == "requeue":
             ended = flow.requeue(group.group_id, group.attempt, why, DropReason.REWARD_FAILED)

@@ -1,5 +1,6 @@
 """What all parts of a hub share: one object, one event loop."""
 
+import logging
 from dataclasses import dataclass, field
 
 from headrace.engine.clock import Clock
@@ -9,9 +10,12 @@ from headrace.engine.hub.flow import GroupFlow
 from headrace.engine.hub.members import Members
 from headrace.engine.hub.ports import TablePort
 from headrace.engine.hub.reporting import Reporting
+from headrace.engine.hub.streak import FailureStreak
 from headrace.engine.hub.waits import Changes, WaitBoard
 from headrace.engine.telemetry.events import Ended, RunStatus
-from headrace.engine.types import PolicyVersion
+from headrace.engine.types import PolicyVersion, PromptGroup
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +27,7 @@ class HubState:
         fencing_token: Of the current learner; an older one is refused.
         ended: How the run ended; empty while it goes on.
         hold_step: A step that may not begin yet (an evaluation is pinned to the version before it).
+        num_failed: Attempts of groups that failed so far, in sampling or in scoring.
     """
 
     run_id: str
@@ -33,6 +38,7 @@ class HubState:
     flow: GroupFlow
     members: Members
     reporting: Reporting
+    streak: FailureStreak
     train: TablePort
     evals: TablePort
     version: PolicyVersion
@@ -45,10 +51,20 @@ class HubState:
     hold_step: int | None = None
     last_progress_s: float = 0.0
     tokens_by_step: dict[int, int] = field(default_factory=dict[int, int])
+    num_failed: int = 0
 
     def progressed(self) -> None:
         """Something was sampled, scored or trained."""
         self.last_progress_s = self.clock.monotonic()
+
+    def attempt_failed(self, group: PromptGroup, why: str) -> None:
+        """An attempt at a group failed; people hear of the first, the second, the fourth, ... of them."""
+        log.warning("group %s attempt %d: %s", group.group_id, group.attempt, why)
+        self.streak.failed(why)
+        self.num_failed += 1
+        if self.num_failed & (self.num_failed - 1) == 0:
+            before = f" ({self.num_failed} failures so far)" if self.num_failed > 1 else ""
+            self.reporting.say(f"group {group.group_id} failed{before}: {why}")
 
     def changed(self) -> None:
         """Let every waiter look again."""
