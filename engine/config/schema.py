@@ -43,7 +43,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """The model that is trained and sampled from."""
 
     path: str = ""  # a folder, a hub name, or package://python_package/file.gguf
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of the published weights and of inference
+    # Of the published weights and of inference; auto is bfloat16 where the hardware multiplies it, float32 elsewhere.
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     max_context_tokens: Positive = 2048  # prompt and response together
 
 
@@ -131,7 +132,7 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     warmup_steps: NonNegative = 0
     max_grad_norm: PositiveFloat = 1.0
     token_budget: Positive = 4096  # tokens of one packed micro-batch
-    mixed_precision: Literal["bf16", "fp16", "no"] = "bf16"
+    mixed_precision: Literal["auto", "bf16", "fp16", "no"] = "auto"  # auto: bf16 where the hardware multiplies it
     sharding_strategy: Literal["full_shard"] = "full_shard"
     max_nonfinite_steps: Positive = 10  # skipped steps in a row that end the run
     checkpoint_steps: NonNegative = 0  # 0: only at the end

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from headrace.engine.config.hardware import count_gpus
 from headrace.engine.errors import ActorLostError, HeadraceError, UsageError
 from headrace.engine.hub.composition import newest_checkpoint
 from headrace.engine.hub.state import HubState
@@ -134,9 +135,3 @@ def gpu_environment(index: int, count: Callable[[], int] | None = None) -> dict[
     if num_gpus == 0 or "CUDA_VISIBLE_DEVICES" in os.environ:
         return {}
     return {"CUDA_VISIBLE_DEVICES": str(index if index < num_gpus else 0)}
-
-
-def count_gpus() -> int:
-    """NVIDIA GPUs of this host, by the driver's own listing; asks no library."""
-    listing = Path("/proc/driver/nvidia/gpus")
-    return sum(1 for _ in listing.iterdir()) if listing.is_dir() else 0

@@ -14,24 +14,26 @@ from headrace.engine.errors import ConfigError
 MESSAGE_LIMIT_BYTES = 64 << 20
 FRAME_BYTES = 1 << 20  # bulk data travels in messages of about this size
 KEEPALIVE_S = 20.0
-_MIN_PING_INTERVAL_S = KEEPALIVE_S / 2  # what the server tolerates; below the client's interval
 
 Option = tuple[str, int | str]
 
 
-def client_options(*, internal: bool = True, message_limit_bytes: int = MESSAGE_LIMIT_BYTES) -> list[Option]:
+def client_options(
+    *, internal: bool = True, message_limit_bytes: int = MESSAGE_LIMIT_BYTES, keepalive_s: float = KEEPALIVE_S
+) -> list[Option]:
     """Options of every channel that Headrace opens.
 
     Args:
         internal: Between parts of one run: the proxy of the environment is not asked. Even 127.0.0.1 would go through
             it otherwise. Channels to services that others run keep the proxy.
         message_limit_bytes: Largest message in either direction.
+        keepalive_s: A silent connection is pinged so often; the server tolerates twice as many.
     """
     options: list[Option] = [
         ("grpc.max_receive_message_length", message_limit_bytes),
         ("grpc.max_send_message_length", message_limit_bytes),
-        ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
-        ("grpc.keepalive_timeout_ms", int(KEEPALIVE_S * 1000)),
+        ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -43,16 +45,18 @@ def client_options(*, internal: bool = True, message_limit_bytes: int = MESSAGE_
     return options
 
 
-def server_options(*, message_limit_bytes: int = MESSAGE_LIMIT_BYTES) -> list[Option]:
+def server_options(
+    *, message_limit_bytes: int = MESSAGE_LIMIT_BYTES, keepalive_s: float = KEEPALIVE_S
+) -> list[Option]:
     """Options of every server that Headrace starts; they match `client_options`."""
     return [
         ("grpc.max_receive_message_length", message_limit_bytes),
         ("grpc.max_send_message_length", message_limit_bytes),
-        ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
-        ("grpc.keepalive_timeout_ms", int(KEEPALIVE_S * 1000)),
+        ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(_MIN_PING_INTERVAL_S * 1000)),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(keepalive_s * 500)),
         ("grpc.so_reuseport", 0),  # two servers on one port must be an error, not a lottery
     ]
 

@@ -167,7 +167,29 @@ def test_a_malformed_address_names_the_setting(address: str) -> None:
         target_of(address, setting="reward.address")
 
 
+class Waiting(inference_pb2_grpc.InferenceServiceServicer):
+    """Holds its stream open and says nothing."""
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        yield inference_pb2.GenerateResponse(token_ids=[1])
+        await asyncio.Event().wait()
+
+
+async def test_a_silent_stream_outlives_many_keepalive_pings(tmp_path: Path) -> None:
+    """A server that gets more pings than it tolerates hangs up; a misspelt option shows here and nowhere else."""
+    server = grpc.aio.server(options=server_options(keepalive_s=0.1))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Waiting(), server)
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s", options=client_options(keepalive_s=0.1)) as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest())
+        await call.read()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call.read(), 1.5)
+    await server.stop(0)
+
+
 def test_client_pings_are_rarer_than_the_server_tolerates() -> None:
     client, server = dict(client_options()), dict(server_options())
-    assert int(client["grpc.keepalive_time_ms"]) > int(server["grpc.http2.min_recv_ping_interval_without_data_ms"])
+    assert int(client["grpc.keepalive_time_ms"]) > int(server["grpc.http2.min_ping_interval_without_data_ms"])
     assert client["grpc.max_receive_message_length"] == server["grpc.max_send_message_length"]
