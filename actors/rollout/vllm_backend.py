@@ -21,6 +21,7 @@ from typing import Any
 from headrace.actors.rollout.checkpoint import check_context, check_request, end_token_ids
 from headrace.actors.rollout.vllm_engine import (
     build_engine,
+    encode_update,
     pause_engine,
     prompt_of,
     sampling_params,
@@ -236,8 +237,6 @@ class VllmBackend:
             if self._engine is None:
                 return self._ack(AckStatus.FAILED, "The backend is not running.")
             try:
-                from headrace.actors.rollout.vllm_weights import encode_update
-
                 answers = await self._engine.collective_rpc("headrace_prepare", args=(encode_update(update),))
                 refused = _worst(answers)
                 if refused is not None:

@@ -10,11 +10,14 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from headrace.actors.rollout.checkpoint import has_tokenizer
 from headrace.actors.rollout.vllm_plugin import ENGINE_NAME, register
+from headrace.engine.config.hardware import model_dtype
 from headrace.engine.config.schema import Config
 from headrace.engine.errors import RunError
-from headrace.engine.types import FinishReason, PauseMode, SamplingParams
+from headrace.engine.types import FinishReason, PauseMode, SamplingParams, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -59,7 +62,7 @@ def build_engine(config: Config, model_dir: Path) -> AsyncLLM:
             model=str(model_dir),
             # Without a tokenizer vLLM still takes and gives ids; only stop strings need text.
             skip_tokenizer_init=not has_tokenizer(model_dir),
-            dtype=config.model.dtype,
+            dtype=model_dtype(config),
             max_model_len=config.model.max_context_tokens,
             max_num_seqs=config.rollout.max_num_seqs,
             enable_prefix_caching=True,
@@ -105,6 +108,16 @@ def sampling_params(sampling: SamplingParams, end_ids: frozenset[int]) -> Any:
 def prompt_of(token_ids: tuple[int, ...], salt: str) -> Any:
     """A prompt whose cached prefixes are shared only with prompts of the same salt."""
     return {"prompt_token_ids": list(token_ids), "cache_salt": salt}
+
+
+def encode_update(update: WeightUpdate) -> bytes:
+    """The control message: manifest and path, not the payload."""
+    return msgspec.msgpack.encode(update)
+
+
+def decode_update(message: bytes) -> WeightUpdate:
+    """Inverse of `encode_update`; refuses anything of another shape (msgspec.ValidationError)."""
+    return msgspec.msgpack.decode(message, type=WeightUpdate)
 
 
 def read_output(output: Any) -> tuple[tuple[int, ...], tuple[float, ...], FinishReason]:

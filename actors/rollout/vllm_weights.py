@@ -30,8 +30,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.platforms import current_platform
 
 from headrace.actors.rollout.checkpoint import layout_difference, read_shapes
+from headrace.actors.rollout.vllm_engine import decode_update
 from headrace.engine.errors import HeadraceError, WeightUpdateError
-from headrace.engine.types import AckStatus, TensorSpec, WeightUpdate
+from headrace.engine.types import AckStatus, TensorSpec
 from headrace.engine.weights.payload import RawArray, open_payload
 
 _LOG = logging.getLogger(__name__)
@@ -42,16 +43,6 @@ _COMPARED_ELEMENTS = 1 << 16
 # What a worker answers: an AckStatus, a message, and the digest of what it serves (0: nothing applied yet).
 Answer = list[Any]
 Payload = Mapping[str, tuple[TensorSpec, RawArray]]
-
-
-def encode_update(update: WeightUpdate) -> bytes:
-    """The control message: manifest and path, not the payload."""
-    return msgspec.msgpack.encode(update)
-
-
-def decode_update(message: bytes) -> WeightUpdate:
-    """Inverse of `encode_update`; refuses anything of another shape (msgspec.ValidationError)."""
-    return msgspec.msgpack.decode(message, type=WeightUpdate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +60,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One update, as `encode_update` writes it."""
+    """One update, as `vllm_engine.encode_update` writes it."""
 
     message: bytes = b""
 

@@ -352,7 +352,7 @@ async def test_auto_takes_vllm_where_it_imports(vllm_engine: Engine) -> None:
 async def test_vllms_own_weight_transfer_calls_reach_the_same_loader(vllm_engine: Engine) -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    from headrace.actors.rollout.vllm_weights import encode_update
+    from headrace.actors.rollout.vllm_engine import encode_update
 
     engine = vllm_engine.backend._engine
     await vllm_engine.serve(0)
