@@ -30,6 +30,10 @@ BENCHMARKS = {
         summary="encode and decode a trajectory record of 1,000 tokens",
         function="headrace.clients.cli.benchmarks.records:run",
     ),
+    "overlap": Benchmark(
+        summary="how well sampling overlaps with training: real engine and buffer, timed actors, staleness 4, 1 and 0",
+        function="headrace.clients.cli.benchmarks.overlap:run",
+    ),
 }
 
 
