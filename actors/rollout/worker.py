@@ -21,7 +21,7 @@ from headrace.actors.rollout.rendering import Renderer
 from headrace.actors.rollout.sampling import sample_once
 from headrace.engine.clock import Clock
 from headrace.engine.config import Config
-from headrace.engine.errors import ActorLostError, HeadraceError, UsageError
+from headrace.engine.errors import ActorLostError, HeadraceError, RunError, UsageError
 from headrace.engine.interfaces import InferenceBackend
 from headrace.engine.records import encode_trajectory, header_of
 from headrace.engine.transport.buffer import BufferClient
@@ -198,7 +198,9 @@ class RolloutWorker:
         except* HeadraceError as several:
             raise several.exceptions[0] from several
         trajectories = [task.result() for task in running]
-        await self._buffer.put(group.table, [(header_of(t), encode_trajectory(t)) for t in trajectories])
+        rejected = await self._buffer.put(group.table, [(header_of(t), encode_trajectory(t)) for t in trajectories])
+        if rejected:
+            raise RunError(f"the buffer refused {len(rejected)} of {len(trajectories)} records: {rejected[0].reason}")
 
     def _say(self, request: pb.WorkRequest) -> None:
         request.worker_id = self._id
