@@ -116,16 +116,17 @@ class Engine:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
         if self._channel is not None:
-            await self._channel.close()
+            channel, self._channel = self._channel, None
+            await channel.close()
+        self._keep_log()
         if self._guardian is not None:
             guardian, self._guardian = self._guardian, None
             await asyncio.to_thread(guardian.close)
-        self._keep_log()
 
     async def events(self) -> AsyncIterator[RunEvent]:
         """All events from now on; ends after the status that says how the run ended. May be read before entering."""
         await self._start_event().wait()
-        if self._failed_to_start:
+        if self._failed_to_start or self._channel is None:
             return
         call = self._stub().Watch(pb.WatchRequest())
         try:
@@ -144,6 +145,8 @@ class Engine:
         Raises:
             ActorLostError: The hub is gone.
         """
+        if self._channel is None:
+            raise ActorLostError("the run was stopped; nobody waits any more")
         try:
             reply = await self._stub().Why(pb.WhyRequest(), timeout=10)
         except grpc.aio.AioRpcError as error:
@@ -167,6 +170,7 @@ class Engine:
         address = f"unix:{self._sockets}/hub"
         if self._config.run.hub == "process":
             self._guardian = Guardian()
+            self._guardian.remove(self._sockets)
             arguments = {
                 "config_toml": effective_toml(self._config),
                 "address": address,
@@ -223,8 +227,10 @@ class Engine:
                 last = event
                 if event.ended:
                     return RunResult(steps=event.step, ended=event.ended, error=event.error)
-        error = await self._hub_ended()
-        return RunResult(steps=last.step, ended="failed", error=str(error))
+        reason = str(await self._hub_ended())
+        if self._sockets is not None and self._run_folder is not None:  # where the log will be by then
+            reason = reason.replace(str(self._sockets / "hub.log"), str(self._run_folder / "logs" / "hub.log"))
+        return RunResult(steps=last.step, ended="failed", error=reason)
 
     async def _hub_gone(self, limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -242,14 +248,13 @@ class Engine:
 
     def _keep_log(self) -> None:
         """Move the hub's log into the run folder and remove our own."""
-        if self._sockets is None:
+        sockets, self._sockets = self._sockets, None
+        if sockets is None:
             return
-        log = self._sockets / "hub.log"
-        if self._run_folder is not None and log.exists():
+        if self._run_folder is not None and (sockets / "hub.log").exists():
             with contextlib.suppress(OSError):
-                shutil.copyfile(log, self._run_folder / "logs" / "hub.log")
-        shutil.rmtree(self._sockets, ignore_errors=True)
-        self._sockets = None
+                shutil.copyfile(sockets / "hub.log", self._run_folder / "logs" / "hub.log")
+        shutil.rmtree(sockets, ignore_errors=True)
 
     def _start_event(self) -> asyncio.Event:
         if self._started is None:

@@ -37,6 +37,9 @@ class HubLine:
     def doing(self, what: str) -> None:
         self._control.progress.moved(what)
 
+    def say(self, text: str) -> None:
+        self._control.progress.say(text)
+
     def close(self) -> None:
         self._channel.close()
         self._weights.close()

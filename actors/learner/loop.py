@@ -46,6 +46,8 @@ class Hub(Protocol):
 
     def doing(self, what: str) -> None: ...
 
+    def say(self, text: str) -> None: ...
+
 
 class Checkpoints(Protocol):
     """Saves on all ranks; returns when it is on disk."""
@@ -143,7 +145,7 @@ class LearnerLoop:
                     raise
                 del self._payload_dirs[0]
                 self._payload_dirs[0].mkdir(parents=True, exist_ok=True)
-                log.warning("weights go to %s from now on, which is slower: %s", self._payload_dirs[0], error)
+                self._hub.say(f"weights go to {self._payload_dirs[0]} from now on, which is slower: {error}")
         self._hub.publish(part)
 
     def _checkpoint_is_due(self, steps_done: int) -> bool:

@@ -92,7 +92,9 @@ async def _work(hub: str, *, control: ControlClient, run: Joined, same_host: boo
             clock=SystemClock(),
             on_span=spans.append,
         )
-        with tempfile.TemporaryDirectory(prefix="headrace-fetch-") as folder:
+        # On the hub's host the hub removes what a killed worker leaves here.
+        parent = run.payload_dir if same_host else None
+        with tempfile.TemporaryDirectory(prefix="headrace-fetch-", dir=parent) as folder:
             subscriber = WeightSubscriber(
                 channel, run_id=run.run_id, receiver_id=control.member_id, same_host=same_host, folder=Path(folder)
             )

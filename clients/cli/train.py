@@ -254,7 +254,8 @@ def _summarise(run_folder: Path, state: DisplayState, out: TextIO) -> None:
     if state.step:
         print(f"overlap    {_draw(run_folder)}", file=out)
     print(f"run folder {run_folder}", file=out)
-    if state.ended == "stopped" and state.step < state.num_steps:
+    has_checkpoint = any((run_folder / "checkpoints").glob("step-*"))
+    if state.ended in ("stopped", "failed") and state.step < state.num_steps and has_checkpoint:
         print(f"to go on   headrace train --resume {run_folder}", file=out)
     out.flush()
 

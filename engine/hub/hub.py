@@ -294,9 +294,9 @@ class Hub:
                     self.state.end("failed", error)
             self._parts.source.report(end.prompt_id, end.outcome)
         self._rollouts.cancel(ended)
-        if ended:
-            self.state.changed()
-            self._rollouts.pump()
+        # Also where none has ended: a group that begins anew waits for a worker again.
+        self.state.changed()
+        self._rollouts.pump()
 
     def _checkpoint_state(self, step: int) -> dict[str, object]:
         """The hub's part of a checkpoint."""

@@ -81,16 +81,21 @@ class RunFolder:
             )
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         parent = parent.absolute()
+        path: Path | None = None
         try:
             parent.mkdir(parents=True, exist_ok=True)
             path = _make_unique(parent, f"{name}-{stamp}")
             (path / "checkpoints").mkdir()
             for file in ("metrics.jsonl", "samples.jsonl", "log.txt"):
                 (path / file).touch()
-        except OSError as error:
-            raise storage_error(Path(error.filename or parent), error) from error
-        write_whole(path / "config.toml", config_toml.encode())
-        return cls._take(path)
+            write_whole(path / "config.toml", config_toml.encode())
+            return cls._take(path)
+        except BaseException as error:
+            if path is not None:  # half a run folder is of no use to anybody
+                shutil.rmtree(path, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise storage_error(Path(error.filename or parent), error) from error
+            raise
 
     @classmethod
     def open(cls, path: Path, now: float, first_step: int | None = None) -> Self:

@@ -52,7 +52,9 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
 class Progress:
     """What a member's heartbeats say. Its own loop moves it; the heartbeat only reads. Safe across threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_say: Callable[[], None] = lambda: None) -> None:
+        """`on_say` is called after `say`, so that a heartbeat can go at once."""
+        self._on_say = on_say
         self.phase: pb.Phase.ValueType = pb.PHASE_STARTING
         self.count = 0
         self.doing = ""
@@ -62,6 +64,7 @@ class Progress:
     def say(self, note: str) -> None:
         """Tell people something; goes with the next heartbeat."""
         self._notes.append(note)
+        self._on_say()
 
     def take_notes(self) -> str:
         """What was said since the last call, one line."""
@@ -184,8 +187,9 @@ class BlockingControlClient:
         self._role = role
         self._clock = clock or SystemClock()
         self.member_id = member_id
-        self.progress = Progress()
         self._closing = threading.Event()
+        self._wake = threading.Event()
+        self.progress = Progress(self._wake.set)
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -230,6 +234,7 @@ class BlockingControlClient:
         if self._closing.is_set():
             return
         self._closing.set()
+        self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout=_CALL_S)
         self._channel.close()
@@ -240,7 +245,8 @@ class BlockingControlClient:
                 self._stub.Heartbeat(heartbeat(self._role, self.member_id, self.progress), timeout=_CALL_S)
             except grpc.RpcError:
                 return  # the main thread's next call to the hub fails with the reason
-            self._closing.wait(HEARTBEAT_S)
+            self._wake.wait(HEARTBEAT_S)
+            self._wake.clear()
 
     @staticmethod
     def _call(call: Callable[[], Reply], doing: str) -> Reply:
