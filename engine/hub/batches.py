@@ -172,7 +172,10 @@ class HubBuffer:
         self._drop_expired(step)
         if state.hold_step == step:
             return None
-        return state.flow.choose([group_id for group_id in ready if state.flow.group(group_id)], step)
+        batch = state.flow.choose([group_id for group_id in ready if state.flow.group(group_id)], step)
+        if batch is not None:
+            self._drop_expired(step, batch)
+        return batch
 
     def _drop_expired(self, step: int, batch: Sequence[str] = ()) -> None:
         """End the groups that no step to come may train on."""
