@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from headrace.engine.errors import ConfigError
 
@@ -107,7 +107,8 @@ def load_causal_lm(folder: Path, dtype: str = "float32", attn: str = "sdpa") -> 
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the model in {folder} cannot be loaded ({error}): set model.path to another one") from error
-    return model.eval()
+    model.train(False)
+    return cast(PreTrainedModel, model)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -190,14 +191,15 @@ def _convert_gguf(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    auto: Any = AutoModelForCausalLM  # partly untyped
+    loaded = auto.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     # The weights are dense now, but the loaded object still counts as quantised and refuses to be saved: move them into
     # a plain model of the same configuration.
     config = loaded.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config
+        delattr(config, "quantization_config")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = auto.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict({name: tensor.bfloat16() for name, tensor in loaded.state_dict().items()}, assign=True)
     model.tie_weights()
     model.save_pretrained(target)

@@ -75,7 +75,8 @@ def build_tiny_model(
     config = _config(kind, vocab=vocab, layers=layers, tied=(kind != "llama") if tied is None else tied)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        auto: Any = AutoModelForCausalLM  # partly untyped
+        model = auto.from_config(config, dtype=torch.float32)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     _tokenizer(vocab).save_pretrained(folder)
@@ -126,7 +127,8 @@ def _tokenizer(vocab: int) -> Any:
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
+    wrap: Any = PreTrainedTokenizerFast  # untyped
+    fast = wrap(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token=END_TOKEN, model_max_length=_CONTEXT
     )
     fast.chat_template = _CHAT_TEMPLATE

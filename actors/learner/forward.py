@@ -87,7 +87,8 @@ class PackedForward:
             )
         finally:
             self._source = None
-        return output.logits[0]
+        logits: Tensor = output.logits[0]
+        return logits
 
     def _keep_scored(self, module: torch.nn.Module, args: object, output: Any) -> Any:
         if self._source is not None:

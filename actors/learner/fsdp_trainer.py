@@ -12,11 +12,13 @@ Invariants:
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from headrace.actors.learner.forward import ForwardResult, PackedForward
 from headrace.actors.learner.loss_inputs import TensorLossInputs
@@ -26,6 +28,7 @@ from headrace.actors.learner.step_sums import StepSums
 from headrace.actors.learner.trainer_state import TrainerState, load_state, save_state
 from headrace.actors.learner.weight_export import WeightExporter, canonical_parameters
 from headrace.actors.models import checkpoint_tensor_names, load_causal_lm, load_tokenizer
+from headrace.engine.config.hardware import model_dtype
 from headrace.engine.config.schema import Config
 from headrace.engine.errors import ConfigError, InputError, NonFiniteStreakError
 from headrace.engine.interfaces import Algorithm
@@ -62,12 +65,13 @@ class FsdpTrainer:
         self._group = group
         self._version = version
         self._streak = 0
-        self._model = model.eval()
+        model.train(False)
+        self._model = model
         self._forward = PackedForward(self._model, group.device)
         self._parameters = shard_model(self._model, group, config.learner)
         self._optimizer = ShardedAdamW(self._parameters, config.learner)
         canonical = canonical_parameters(self._model, self._parameters, checkpoint_tensor_names(model_dir))
-        self._exporter = WeightExporter(canonical, dtype=config.model.dtype, run_id=run_id)
+        self._exporter = WeightExporter(canonical, dtype=model_dtype(config), run_id=run_id)
         if not self._forward.verify_isolation():
             logger.warning("%s does not keep packed sequences apart: each takes a row of its own", model_dir.name)
         reshard_model(self._model)
@@ -206,14 +210,14 @@ class FsdpTrainer:
 
         Gathers whole parameters, one at a time, onto rank 0's CPU.
         """
-        dtype = getattr(torch, self._config.model.dtype)
+        dtype = getattr(torch, model_dtype(self._config))
         state: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters.items():
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             if self._group.rank == 0:
                 state[name] = whole.detach().to("cpu", dtype)
         if self._group.rank == 0:
-            plain = load_causal_lm(self._model_dir, self._config.model.dtype)
+            plain = load_causal_lm(self._model_dir, model_dtype(self._config))
             plain.load_state_dict(state, strict=False)
             plain.tie_weights()
             plain.save_pretrained(folder)
@@ -229,11 +233,11 @@ class FsdpTrainer:
         sums = StepSums()
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
-            self._model.set_requires_gradient_sync(index == last)
+            cast(FSDPModule, self._model).set_requires_gradient_sync(index == last)
             result = self._forward(micro_batch)
             output = self._algorithm.loss(self._loss_inputs(micro_batch, result, batch))
             sums.add(micro_batch, result, output)
-            (output.loss * self._group.num_ranks).backward()
+            torch.autograd.backward(output.loss * self._group.num_ranks)
         return sums
 
     def _loss_inputs(self, micro_batch: MicroBatch, result: ForwardResult, batch: StepBatch) -> TensorLossInputs:

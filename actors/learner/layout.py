@@ -67,11 +67,7 @@ def lay_out(micro_batch: MicroBatch, *, hidden_size: int, mode: LayoutMode = "au
     """
     branches = _branches(micro_batch)
     if not branches:
-        nothing = np.zeros((1, 1), dtype=np.int64)
-        token = nothing + micro_batch.token_ids[0]
-        return RowLayout(
-            token_ids=token, position_ids=nothing, attention=None, source=nothing[0], target=nothing[0, :0]
-        )
+        return _nothing_scored(micro_batch)
     alone: list[_Unit] = [[branch] for branch in branches]
     best_rows: list[list[_Unit]] = [[unit] for unit in alone]
     if mode == "plain":
@@ -191,4 +187,5 @@ def _visibility(unit_of: npt.NDArray[np.int32], branch_of: npt.NDArray[np.int32]
     own_or_prompt = (branch_of[:, :, None] == branch_of[:, None, :]) | (branch_of[:, None, :] == _PROMPT)
     causal = np.tri(width, dtype=np.bool_)
     # Padding sees itself: a row of a mask without any True would make attention NaN.
-    return (same_unit & own_or_prompt & causal) | np.eye(width, dtype=np.bool_)
+    visible: npt.NDArray[np.bool_] = (same_unit & own_or_prompt & causal) | np.eye(width, dtype=np.bool_)
+    return visible

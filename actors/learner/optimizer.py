@@ -63,7 +63,7 @@ class ShardedAdamW:
         gradients = [gradient for gradient in local_gradients(self._parameters.values()) if gradient.numel()]
         if not gradients:
             return 0.0
-        norms = torch.stack(torch._foreach_norm(gradients))
+        norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
         return float((norms.double() ** 2).sum())
 
     def apply(self, global_squared_norm: float) -> bool:
@@ -79,7 +79,8 @@ class ShardedAdamW:
         if finite:
             scale = self._config.max_grad_norm / (math.sqrt(global_squared_norm) + 1e-6)
             if scale < 1.0:
-                torch._foreach_mul_(list(local_gradients(self._parameters.values())), scale)
+                for gradient in local_gradients(self._parameters.values()):
+                    gradient.mul_(scale)
             for group in self._adam.param_groups:
                 group["lr"] = self.next_rate
             self._adam.step()

@@ -109,13 +109,14 @@ def shard_model(model: PreTrainedModel, group: RankGroup, config: LearnerConfig)
     """
     if config.mixed_precision == "fp16":
         raise ConfigError('learner.mixed_precision = "fp16" needs loss scaling, which is not there: set "bf16" or "no"')
-    if config.mixed_precision == "bf16" and group.device.type == "cpu" and not _cpu_multiplies_bfloat16():
+    is_fast = group.device.type != "cpu" or _cpu_multiplies_bfloat16()
+    if config.mixed_precision == "bf16" and not is_fast:
         logger.warning('this CPU only emulates bfloat16, many times slower: set learner.mixed_precision = "no"')
     policy = MixedPrecisionPolicy()
-    if config.mixed_precision == "bf16":
+    if config.mixed_precision == "bf16" or (config.mixed_precision == "auto" and is_fast):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(group.device.type, (group.num_ranks,))
-    model.to(group.device)
+    torch.nn.Module.to(model, group.device)  # transformers' own wrapper of it has no usable type
     layer_classes = set(model._no_split_modules or ())
     # Alone, there is nobody to gather from again: keep the low-precision copies for the backward pass.
     reshard = group.num_ranks > 1

@@ -34,7 +34,8 @@ def token_logprobs(
     """
     if chunk_tokens is None:
         chunk_tokens = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
-    logprobs, entropies = _TokenLogprobs.apply(logits, token_ids, temperature, chunk_tokens)
+    score: Any = _TokenLogprobs.apply  # untyped in torch
+    logprobs, entropies = score(logits, token_ids, temperature, chunk_tokens)
     return logprobs, entropies
 
 
@@ -59,7 +60,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
         logits, token_ids, temperature, log_sums, entropies = ctx.saved_tensors

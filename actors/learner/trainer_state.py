@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from headrace.actors.learner.checkpoint import sync_path, write_durably
 from headrace.actors.learner.sharding import RankGroup
@@ -56,7 +58,7 @@ def save_state(folder: Path, tensors: dict[str, Tensor], state: TrainerState, gr
     group.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the storage's notes about its own API
-        dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     for file in folder.glob(f"shard-{group.rank + 1:05d}-*.safetensors"):
         sync_path(file)
     group.barrier()
@@ -81,8 +83,8 @@ def load_state(folder: Path, tensors: dict[str, Tensor]) -> TrainerState:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
-    except (dcp.api.CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
+            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
+    except (CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
         raise FormatError(f"{folder} does not hold this model's tensors: {error}") from error
     return state
 

@@ -45,7 +45,9 @@ def group_relative_advantages(rewards: npt.ArrayLike, *, normalize_std: bool = T
         raise InputError(f"rewards have the shape {values.shape}: a group needs one dimension and at least one member")
     if not np.isfinite(values).all():
         bad = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise InputError(f"the reward of member {bad} is {values[bad]}: rewards must be finite; drop or requeue the group")
+        raise InputError(
+            f"the reward of member {bad} is {values[bad]}: rewards must be finite; drop or requeue the group"
+        )
     if is_zero_variance(values):
         return np.zeros(values.size, dtype=np.float32)
     # Scaled first, so that neither the mean nor the squares of huge rewards overflow.
