@@ -24,6 +24,7 @@ import torch
 
 from headrace.actors.rollout.checkpoint import end_token_ids, layout_difference
 from headrace.actors.rollout.transformers_batch import DecodeBatch, Row, Sampled
+from headrace.engine.config.hardware import model_dtype
 from headrace.engine.config.schema import Config
 from headrace.engine.errors import ActorLostError, CorruptUpdateError, HeadraceError, RunError, WeightUpdateError
 from headrace.engine.types import AckStatus, FinishReason, PauseMode, PolicyVersion, TokenChunk, WeightAck, WeightUpdate
@@ -221,7 +222,7 @@ class GenerationLoop:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                self._model_dir, dtype=getattr(torch, self._config.model.dtype)
+                self._model_dir, dtype=getattr(torch, model_dtype(self._config))
             )
         except Exception as error:
             raise RunError(f"{self._model_dir} could not be loaded: {type(error).__name__}: {error}") from error

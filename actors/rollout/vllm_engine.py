@@ -36,6 +36,9 @@ _FINISH_REASONS = {
 # and a kernel that packed them keeps computing with the old ones after an update.
 _CPU_VARIABLES = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_SGL_KERNEL": "0", "VLLM_ZENTORCH_WEIGHT_PREPACK": "0"}
 
+# Prefixes are cached in whole blocks: with the default of 128 tokens a short prompt would be computed for each sample.
+_CPU_BLOCK_TOKENS = 32
+
 
 def build_engine(config: Config, model_dir: Path) -> AsyncLLM:
     """Start vLLM's processes and load the model. Blocks for seconds to minutes; call it in a thread.
@@ -54,7 +57,7 @@ def build_engine(config: Config, model_dir: Path) -> AsyncLLM:
         if on_cpu:
             os.environ.update(_CPU_VARIABLES)
         memory: dict[str, Any] = (
-            {"kv_cache_memory_bytes": config.rollout.kv_cache_bytes}
+            {"kv_cache_memory_bytes": config.rollout.kv_cache_bytes, "block_size": _CPU_BLOCK_TOKENS}
             if on_cpu
             else {"gpu_memory_utilization": config.rollout.gpu_memory_utilization}
         )

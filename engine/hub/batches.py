@@ -24,7 +24,7 @@ from headrace.engine.hub.state import HubState
 from headrace.engine.records import decode_column, decode_trajectory
 from headrace.engine.scheduling.batch_plan import PlanItem, plan_batch
 from headrace.engine.scheduling.leases import Lease
-from headrace.engine.types import BatchPlan, DropReason, PolicyVersion, Trajectory
+from headrace.engine.types import BatchPlan, DropReason, MicroBatchPlan, PolicyVersion, RankPlan, Trajectory
 from headrace.engine.types.records import RecordHeader
 
 TRAIN_TABLE = "train"
@@ -224,7 +224,7 @@ class HubBuffer:
             lease_token=lease.token,
             plan=BatchPlan(
                 step=plan.step,
-                ranks=plan.ranks,
+                ranks=plan.ranks if kept else _padding(config.learner.num_ranks),
                 num_loss_tokens=sum(r.header.num_loss_tokens for r in stored),
                 num_sequences=sum(r.header.num_loss_tokens > 0 for r in stored),
                 num_groups=len(lease.items),
@@ -280,6 +280,11 @@ class HubBuffer:
             if batch is not None:
                 self._state.flow.released(list(dict.fromkeys(sample.group_id for sample, _, _ in batch.samples)))
         self._state.changed()
+
+
+def _padding(num_ranks: int) -> tuple[RankPlan, ...]:
+    """A step in which no sample has an advantage still runs one pass on every rank."""
+    return (RankPlan(micro_batches=(MicroBatchPlan(record_ids=(), num_tokens=0),)),) * num_ranks
 
 
 def _scalar(column: bytes) -> float:
