@@ -31,7 +31,9 @@ def create_source(config: Config, excluded: Set[str] | None = None) -> TableSour
         excluded = {prompt_text(prompt) for prompt in create_eval_source(config)}
     data = config.data
     rows = _rows(data, data.path, data.seed, data.size)
-    return TableSource(rows, PromptFormat.from_config(data), seed=data.seed, epochs=data.epochs, excluded=excluded)
+    return TableSource(
+        rows, PromptFormat.from_config(data), seed=data.seed + config.run.seed, epochs=data.epochs, excluded=excluded
+    )
 
 
 def create_eval_source(config: Config) -> list[Prompt]:

@@ -14,6 +14,7 @@ from headrace.actors.rollout.backends import choose_backend, create_backend
 from headrace.actors.rollout.rendering import IdsOnlyRenderer, Renderer, TokenizerRenderer
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.engine.clock import SystemClock
+from headrace.engine.errors import StoppedError
 from headrace.engine.interfaces import InferenceBackend
 from headrace.engine.transport.buffer import BufferClient
 from headrace.engine.transport.channel import open_channel
@@ -102,9 +103,12 @@ async def _work(hub: str, *, control: ControlClient, run: Joined, same_host: boo
             reporting = asyncio.create_task(_report(control, spans), name="reports")
             working = asyncio.create_task(worker.run(), name="groups")
             try:
-                done, _ = await asyncio.wait({following, reporting, working}, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
+                # A subscription that ends without an error means that the run is ending: what is running is finished.
+                pending = {following, reporting, working}
+                while working in pending:
+                    done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
             finally:
                 for task in (following, reporting, working):
                     task.cancel()
@@ -132,14 +136,15 @@ async def start_configured(control: ControlClient, run: Joined) -> tuple[Inferen
 async def _follow(
     worker: RolloutWorker, subscriber: WeightSubscriber, control: ControlClient, have: PolicyVersion
 ) -> None:
-    """Apply each announced version; a refused one is answered and the old one served on."""
-    async with contextlib.aclosing(subscriber.updates(have)) as updates:
-        async for update in updates:
-            ack = await worker.apply(update)
-            if ack.status is not AckStatus.SERVING:
-                log.error("weights %s were not taken: %s", update.manifest.version, ack.message)
-            control.progress.moved(f"serving version {ack.version}")
-            await subscriber.acknowledge(ack)
+    """Apply each announced version until the run ends; a refused one is answered and the old one served on."""
+    with contextlib.suppress(StoppedError):
+        async with contextlib.aclosing(subscriber.updates(have)) as updates:
+            async for update in updates:
+                ack = await worker.apply(update)
+                if ack.status is not AckStatus.SERVING:
+                    log.error("weights %s were not taken: %s", update.manifest.version, ack.message)
+                control.progress.moved(f"serving version {ack.version}")
+                await subscriber.acknowledge(ack)
 
 
 async def _report(control: ControlClient, spans: list[Span]) -> None:

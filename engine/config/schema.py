@@ -35,7 +35,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     name: str = "run"  # the run folder is <folder>/<name>-<date>
     folder: str = "runs"
     steps: Positive = 100  # optimizer steps
-    seed: NonNegative = 0
+    seed: NonNegative = 0  # of the order of the prompts
     hub: Literal["process", "inproc"] = "process"  # where the engine's hub runs; a child process by default
 
 

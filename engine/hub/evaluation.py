@@ -14,7 +14,15 @@ from headrace.engine.hub.flow import Dispatch
 from headrace.engine.hub.state import HubState
 from headrace.engine.hub.waits import Wait
 from headrace.engine.scheduling.inflight import DispatchQueue
-from headrace.engine.types import PolicyVersion, Prompt, PromptGroup, SamplingParams, Trajectory
+from headrace.engine.types import (
+    PolicyVersion,
+    Prompt,
+    PromptGroup,
+    RewardOutcome,
+    RewardStatus,
+    SamplingParams,
+    Trajectory,
+)
 
 TABLE = "eval"
 
@@ -33,7 +41,7 @@ class Round:
     step: int
     generating: set[str] = field(default_factory=set[str])
     scoring: set[str] = field(default_factory=set[str])
-    results: list[tuple[Trajectory, float]] = field(default_factory=list[tuple[Trajectory, float]])
+    results: list[tuple[Trajectory, RewardOutcome]] = field(default_factory=list[tuple[Trajectory, RewardOutcome]])
     failed: int = 0
 
     @property
@@ -131,13 +139,14 @@ class EvalFlow:
             self._over(group_id, failed=True)
         return None
 
-    def scored(self, group_id: str, trajectory: Trajectory, reward: float | None) -> None:
-        """The answer's reward, or None when it got none."""
+    def scored(self, group_id: str, trajectory: Trajectory, outcome: RewardOutcome) -> None:
+        """The answer's outcome; one without a value counts as failed."""
         assert self.round is not None
         self.round.scoring.remove(group_id)
-        if reward is not None:
-            self.round.results.append((trajectory, reward))
-        self._over(group_id, failed=reward is None)
+        is_scored = outcome.status is RewardStatus.OK
+        if is_scored:
+            self.round.results.append((trajectory, outcome))
+        self._over(group_id, failed=not is_scored)
 
     def _over(self, group_id: str, *, failed: bool) -> None:
         assert self.round is not None

@@ -15,7 +15,7 @@ from headrace.engine.telemetry.run_folder import RunFolder
 from headrace.engine.telemetry.samples import SampleRow, SampleWriter
 from headrace.engine.telemetry.timeline import Timeline
 from headrace.engine.transport.control import Span
-from headrace.engine.types import FinishReason, Trajectory
+from headrace.engine.types import FinishReason, RewardOutcome, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -96,18 +96,23 @@ class Reporting:
             self.parts.add("off_policy/max", lag)
             self._samples.write(sample_row("train", step, trajectory, reward))
 
-    def evaluated(self, step: int, name: str, samples: Sequence[tuple[Trajectory, float]], threshold: float) -> None:
-        """A whole evaluation; writes a row of its own."""
-        rewards = [reward for _, reward in samples]
-        right = sum(reward >= threshold for reward in rewards)
-        for trajectory, reward in samples:
-            self._samples.write(sample_row("eval", step, trajectory, reward))
+    def evaluated(
+        self, step: int, name: str, samples: Sequence[tuple[Trajectory, RewardOutcome]], threshold: float
+    ) -> None:
+        """A whole evaluation; writes a row of its own. Each prompt counts once, whatever batch it was in."""
+        for trajectory, outcome in samples:
+            self._samples.write(sample_row("eval", step, trajectory, outcome.value))
+        rewards = [outcome.value for _, outcome in samples]
+        right = sum(reward >= threshold for reward in rewards) / len(rewards)
         values: dict[str, float | None] = {
             "eval/rewards/mean": sum(rewards) / len(rewards),
-            "eval/accuracy": right / len(rewards),
+            "eval/accuracy": right,
             "eval/num_prompts": float(len(rewards)),
-            f"eval/{name}/avg@1": right / len(rewards),
+            f"eval/{name}/avg@1": right,
         }
+        for key in sorted({key for _, outcome in samples for key in outcome.metrics}):
+            found = [outcome.metrics[key] for _, outcome in samples if key in outcome.metrics]
+            values[f"eval/{name}/{key}"] = sum(found) / len(found)
         self.emit(MetricsRow(step=step, values=self._metrics.write(step, values)))
 
     def finish_step(self, step: int, learner: Mapping[str, float], tokens: int) -> None:

@@ -89,11 +89,10 @@ class ScoringStage:
         records: Sequence[Stored] = self._state.evals.table.records_of(group.group_id)
         (outcome,) = await self._outcomes(records)
         (trajectory,) = samples_of(records)
-        value = outcome.value if outcome.status is RewardStatus.OK else None
-        if value is None:
+        if outcome.status is not RewardStatus.OK:
             log.warning("the answer to %s got no reward: %s", group.prompt.prompt_id, outcome.message)
         self._state.evals.drop_group(group.group_id, "evaluated")
-        self._evals.scored(group.group_id, trajectory, value)
+        self._evals.scored(group.group_id, trajectory, outcome)
         self._state.progressed()
         self._state.changed()
 
