@@ -9,6 +9,8 @@ from headrace.engine.transport.weights import WeightPublisher
 from headrace.engine.types import PolicyVersion, WeightUpdate
 
 CONSUMER = "learner"
+# A hub does not come back within a run, so its ranks must not outlive it; a network does.
+_OUTAGE_S = {True: 1.0, False: 60.0}
 
 
 class HubLine:
@@ -18,7 +20,13 @@ class HubLine:
         self._control = control
         self._channel = open_blocking_channel(hub)
         self._buffer = BlockingBufferClient(
-            self._channel, table="train", consumer_id=CONSUMER, incarnation=run.incarnation, rank=rank, num_ranks=num_ranks
+            self._channel,
+            table="train",
+            consumer_id=CONSUMER,
+            incarnation=run.incarnation,
+            rank=rank,
+            num_ranks=num_ranks,
+            outage_s=_OUTAGE_S[hub.startswith("unix:")],
         )
         self._weights = WeightPublisher(hub, rank=rank, num_ranks=num_ranks, fencing_token=run.fencing_token)
 

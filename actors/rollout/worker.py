@@ -141,6 +141,7 @@ class RolloutWorker:
         task = asyncio.create_task(self._run_group(group), name=f"group {group.group_id}")
         self._groups[group.group_id] = task
         task.add_done_callback(lambda _: self._forget(group))
+        self._progress.moved(f"sampling {len(self._groups)} groups")
 
     def _cancel(self, group_id: str) -> None:
         task = self._groups.get(group_id)

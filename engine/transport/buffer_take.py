@@ -1,5 +1,6 @@
 """A learner rank's end of the buffer service: take, commit, release. Blocking code."""
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -65,6 +66,7 @@ class BlockingBufferClient:
         consumer_id: The learner as a whole; all its ranks use the same.
         incarnation: Of the learner; a newer one fences the older.
         rank, num_ranks: Which share of each batch is wanted.
+        outage_s: Longest time for which a server that cannot be reached is tried again, within each call's own limit.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class BlockingBufferClient:
         incarnation: int = 0,
         rank: int = 0,
         num_ranks: int = 1,
+        outage_s: float = math.inf,
     ) -> None:
+        self._outage_s = outage_s
         self._stub = rpc.BufferServiceStub(channel)
         self._table = table
         self._consumer_id = consumer_id
@@ -153,13 +157,18 @@ class BlockingBufferClient:
 
     def _retried(self, doing: str, timeout_s: float, call: Callable[[float], Answer]) -> Answer:
         deadline = Deadline.after(time.monotonic(), timeout_s)
+        gone = Deadline()
         attempt = 0
         while True:
+            began_s = time.monotonic()
             try:
                 return call(deadline.remaining(time.monotonic()))
             except grpc.RpcError as failure:
                 error = error_from_rpc(failure, f"{doing} of table {self._table!r}")
-                delay_s = _RETRY.next_delay(attempt, self._rng, time.monotonic(), deadline)
+                now_s = time.monotonic()
+                if attempt == 0 or now_s - began_s > self._outage_s:  # the server was there until now
+                    gone = Deadline.earliest(deadline, Deadline.after(now_s, self._outage_s))
+                delay_s = _RETRY.next_delay(attempt, self._rng, now_s, gone)
                 if not isinstance(error, ActorLostError) or delay_s is None:
                     raise error from failure
                 attempt += 1

@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import msgspec
 import pytest
+
+from headrace.v1 import control_pb2, control_pb2_grpc
 
 RUN_TOML = """
 [run]
@@ -154,6 +157,22 @@ class TrainCommand:
             assert time.monotonic() < deadline_s, f"not within {limit_s} s; log:\n{self.log()}\n{self.pids()}"
             time.sleep(0.02)
         return found
+
+    def until_doing(self, words: str, limit_s: float = 30.0) -> None:
+        """Until a member says that it does this, or somebody on the board waits for it."""
+        (socket,) = self.until(lambda: list(self.temp.glob("headrace-*/hub")))
+        with grpc.insecure_channel(f"unix:{socket}") as channel:
+            stub = control_pb2_grpc.ControlServiceStub(channel)
+            deadline_s = time.monotonic() + limit_s
+            while time.monotonic() < deadline_s:
+                waits = stub.Why(control_pb2.WhyRequest(), timeout=limit_s, wait_for_ready=True).waits
+                if any(words in wait.waits_for for wait in waits):
+                    return
+                with contextlib.suppress(grpc.RpcError):  # of the short deadline
+                    for event in stub.Watch(control_pb2.WatchRequest(), timeout=0.3):
+                        if words in event.activity.doing:
+                            return
+        raise AssertionError(f"nobody did or waited for {words!r} within {limit_s} s; log:\n{self.log()}")
 
     def assert_nothing_is_left(self, limit_s: float = 5.0) -> None:
         """No process, no socket, no payload: within seconds, for a guardian works after its supervisor has died."""

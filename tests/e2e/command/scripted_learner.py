@@ -3,6 +3,8 @@
 It looks for the hub's socket below the temporary folder, trains with a scripted trainer and saves real checkpoints.
 """
 
+import faulthandler
+import signal
 import sys
 import tempfile
 import time
@@ -74,6 +76,7 @@ def find_socket() -> Path:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)
     try:
         main(msgspec.json.decode(sys.argv[1]))
     except HeadraceError as error:  # the test looks at how the run ended

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(120)
 
 Train = Any  # the fixture of conftest.py
 
-SLOW_REWARD = "import time\ndef score(prompt, response, data):\n    time.sleep(5)\n    return 1.0\n"
+SLOW_REWARD = "import time\ndef score(prompt, response, data):\n    time.sleep(4)\n    return 1.0\n"
 EVALUATED = ("--eval.num_prompts=4", "--eval.path=prompts.jsonl")
 LONG = ("--rollout.max_tokens=200000", "--model.max_context_tokens=300000")
 
@@ -27,20 +27,19 @@ def start_in(train: Train, phase: str, *more: str) -> "subprocess.Popen[str]":
             train.until(lambda: any("actors.rollout.main" in line for line in train.pids().values()))
         case "sampling":
             process = train.start(*LONG, *more)
-            wait_for(train, process, "sampling")
+            train.until_doing("sampling")
         case "training":
             train.start_learner(step_s=3)
             process = train.start(*more)
-            wait_for(train, process, "training step")
+            train.until_doing("training step")
         case "evaluation":
             train.write_reward(SLOW_REWARD)
             process = train.start(*EVALUATED, *more)
-            wait_for(train, process, "scoring")
-            train.until(lambda: "engine scripted ready" in train.log())
+            train.until_doing("the rewards of the held-out prompts")
         case _:
             train.start_learner(save_s=3)
             process = train.start("--learner.checkpoint_steps=1", *more)
-            wait_for(train, process, "saving the checkpoint")
+            train.until_doing("saving the checkpoint")
     return process
 
 
