@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Self
 
 import grpc.aio
-import msgspec
 
+from headrace.clients.run_events import event_from_proto
 from headrace.engine import errors
 from headrace.engine.config import Config, check_config, effective_toml
 from headrace.engine.errors import ActorLostError, DeadlineError, HeadraceError
@@ -25,7 +25,7 @@ from headrace.engine.hub.members import ROLE_NAMES
 from headrace.engine.hub.waits import Wait
 from headrace.engine.supervision.child import Child
 from headrace.engine.supervision.guardian import Guardian
-from headrace.engine.telemetry.events import Activity, Ended, LogLine, MetricsRow, RunEvent, RunResult, RunStatus
+from headrace.engine.telemetry.events import RunEvent, RunResult, RunStatus
 from headrace.engine.transport.channel import open_channel
 from headrace.engine.transport.status import error_from_rpc
 from headrace.v1 import control_pb2 as pb
@@ -131,7 +131,7 @@ class Engine:
         call = self._stub().Watch(pb.WatchRequest())
         try:
             async for message in call:
-                event = _event(message)
+                event = event_from_proto(message)
                 if event is not None:
                     yield event
         except grpc.aio.AioRpcError:
@@ -264,39 +264,6 @@ class Engine:
     def _stub(self) -> "control_pb2_grpc.ControlServiceAsyncStub":
         assert self._channel is not None, "enter the engine first"
         return control_pb2_grpc.ControlServiceStub(self._channel)  # type: ignore[return-value]
-
-
-def _event(message: pb.WatchResponse) -> RunEvent | None:
-    match message.WhichOneof("event"):
-        case "metrics_json":
-            return msgspec.json.decode(message.metrics_json, type=MetricsRow)
-        case "log_line":
-            return LogLine(text=message.log_line)
-        case "activity":
-            activity = message.activity
-            return Activity(
-                role=ROLE_NAMES.get(activity.role, "hub"),
-                member=activity.rank,
-                doing=activity.doing,
-                since_s=activity.since_s,
-            )
-        case "status":
-            return _status(message.status)
-        case _:
-            return None  # of a newer hub
-
-
-def _status(status: pb.GetStatusResponse) -> RunStatus:
-    return RunStatus(
-        step=status.step,
-        num_steps=status.num_steps,
-        ended=msgspec.convert(status.ended, Ended),
-        error=status.error or None,
-        model=status.model,
-        backend=status.backend,
-        groups_in_flight=status.num_in_flight,
-        groups_ready=status.num_ready,
-    )
 
 
 def error_of(result: RunResult) -> HeadraceError:

@@ -7,10 +7,11 @@ waits for   its children and its loops; each of their waits is on the board
 
 import asyncio
 import logging
+import shutil
 import uuid
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from headrace.engine.clock import SystemClock
 from headrace.engine.config import Config
@@ -26,17 +27,16 @@ from headrace.engine.hub.payloads import PayloadFolder
 from headrace.engine.hub.reporting import Reporting
 from headrace.engine.hub.rollouts import Rollouts
 from headrace.engine.hub.scoring_stage import ScoringStage
+from headrace.engine.hub.services import hub_services
 from headrace.engine.hub.state import HubState
 from headrace.engine.hub.streak import FailureStreak
 from headrace.engine.hub.waits import Changes, Wait, WaitBoard
 from headrace.engine.hub.weights import WeightHub
-from headrace.engine.plugins import load_object
 from headrace.engine.supervision.guardian import Guardian
 from headrace.engine.telemetry.loop_lag import LoopLag
 from headrace.engine.telemetry.run_folder import RunFolder
-from headrace.engine.transport.server import GrpcServer, Service
+from headrace.engine.transport.server import GrpcServer
 from headrace.engine.types import PolicyVersion, PromptGroup
-from headrace.v1 import control_pb2_grpc, rollout_pb2_grpc, weights_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Hub:
         self._scoring = ScoringStage(
             state, self._evals, self._reward, self._parts.algorithm, on_ended=self._groups_ended
         )
-        server = GrpcServer(self._services(control), address)
+        server = GrpcServer(hub_services(self._buffer, control, self._rollouts, self._weights), address)
         await server.start()
         self._servers.append(server)
         logs = self._folder.path / "logs"
@@ -137,24 +137,6 @@ class Hub:
             self._actors.start_learners(self._folder.socket_path("rendezvous"))
         for loop in (self._reach_reward, self._admit, self._watch_over, self._evaluate, self._lag.run):
             self._spawn_loop(loop)
-
-    def _services(self, control: ControlHub) -> list[Service]:
-        buffer_service = cast(Any, load_object("headrace.buffers.service:buffer_service"))
-        return [
-            cast(Service, buffer_service(self._buffer)),
-            Service(
-                name="headrace.v1.ControlService",
-                add=lambda server: control_pb2_grpc.add_ControlServiceServicer_to_server(control, server),
-            ),
-            Service(
-                name="headrace.v1.RolloutService",
-                add=lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self._rollouts, server),
-            ),
-            Service(
-                name="headrace.v1.WeightService",
-                add=lambda server: weights_pb2_grpc.add_WeightServiceServicer_to_server(self._weights, server),
-            ),
-        ]
 
     def _spawn_loop(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def guarded() -> None:
@@ -194,6 +176,7 @@ class Hub:
             await server.stop(1.0)
         if self._payloads is not None:
             self._payloads.close()
+        shutil.rmtree(self._folder.path / "weights", ignore_errors=True)  # where shared memory was too small
         self._folder.close()
         if self._guardian is not None:
             await asyncio.to_thread(self._guardian.close)

@@ -154,7 +154,8 @@ class TrainCommand:
         """Wait for something that other processes do; there is no event to wait for."""
         deadline_s = time.monotonic() + limit_s
         while not (found := condition()):
-            assert time.monotonic() < deadline_s, f"not within {limit_s} s; log:\n{self.log()}\n{self.pids()}"
+            left = list(self.temp.rglob("*"))
+            assert time.monotonic() < deadline_s, f"not within {limit_s} s: {self.log()}\n{self.pids()}\n{left}"
             time.sleep(0.02)
         return found
 
@@ -177,7 +178,8 @@ class TrainCommand:
     def assert_nothing_is_left(self, limit_s: float = 5.0) -> None:
         """No process, no socket, no payload: within seconds, for a guardian works after its supervisor has died."""
         self.until(lambda: not self.pids(), limit_s)
-        self.until(lambda: not list(self.temp.iterdir()), limit_s)
+        # torch makes a folder for its compiler's cache there, which stays.
+        self.until(lambda: all(path.name.startswith("torchinductor") for path in self.temp.iterdir()), limit_s)
         assert not [path for path in Path("/dev/shm").glob("headrace-weights-*") if is_ownerless(path)]
 
     def end(self) -> None:

@@ -148,6 +148,7 @@ def test_a_run_without_a_timeline_says_why_there_is_no_picture(tmp_path: Path) -
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_term_signal_stops_in_an_orderly_way_and_says_so(tmp_path: Path, number: signal.Signals) -> None:
     engine = FakeEngine(tmp_path, [row(1), int(number)], finishes=False)
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     before = signal.getsignal(number)
     code, lines = train(tmp_path, engine, overrides=["--timeouts.stop_s=7"])
     assert code == 130
