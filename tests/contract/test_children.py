@@ -187,3 +187,20 @@ async def test_killing_the_guardian_does_not_harm_the_run(folder: Path) -> None:
     )
     assert await asyncio.wait_for(child.wait(), 20) == 2
     guardian.close()
+
+
+async def test_a_killed_supervisors_folders_are_removed_by_its_guardian(folder: Path) -> None:
+    doomed = folder / "doomed"
+    doomed.mkdir()
+    (doomed / "socket").touch()
+    program = (
+        "import sys, time; from pathlib import Path; from headrace.engine.supervision.guardian import Guardian\n"
+        "Guardian().remove(Path(sys.argv[1])); print('ready', flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program, str(doomed)], stdout=subprocess.PIPE)
+    with parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        parent.kill()
+    await until(lambda: not doomed.exists(), 5)
+    assert folder.exists()

@@ -55,3 +55,22 @@ def test_what_is_no_prompt_is_one_sentence_that_says_where(row: dict[str, Any], 
     with pytest.raises(ConfigError, match="file line 2") as caught:
         build(row)
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_list_of_numbers_is_taken_as_token_ids() -> None:
+    row = {"prompt": [5, 6, 7], "answer": 1}
+    prompt = build_prompt(row, PromptFormat(), prompt_id="p", where="row 1")
+    assert (prompt.token_ids, prompt.messages, prompt.data) == ((5, 6, 7), (), {"answer": 1})
+
+
+@pytest.mark.parametrize(
+    ("value", "prompt_format", "words"),
+    [
+        ([1, "two"], PromptFormat(), "begins like token ids"),
+        ([1, -2], PromptFormat(), "begins like token ids"),
+        ([1, 2], PromptFormat(instruction="be brief"), "data.instruction cannot be added"),
+    ],
+)
+def test_token_ids_that_cannot_be_used_are_refused(value: object, prompt_format: PromptFormat, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_prompt({"prompt": value}, prompt_format, prompt_id="p", where="row 1")
