@@ -263,7 +263,7 @@ class Engine:
 
     def _stub(self) -> "control_pb2_grpc.ControlServiceAsyncStub":
         assert self._channel is not None, "enter the engine first"
-        return control_pb2_grpc.ControlServiceStub(self._channel)  # type: ignore[return-value]
+        return control_pb2_grpc.ControlServiceStub(self._channel)
 
 
 def error_of(result: RunResult) -> HeadraceError:
