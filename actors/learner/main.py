@@ -7,16 +7,17 @@ from typing import Any, cast
 
 from headrace.actors.learner.checkpoint import CheckpointStore
 from headrace.actors.learner.fsdp_trainer import FsdpTrainer
-from headrace.actors.learner.hub_line import HubLine
 from headrace.actors.learner.loop import LearnerLoop
 from headrace.actors.models import resolve_model
 from headrace.engine.clock import SystemClock
 from headrace.engine.interfaces import Algorithm, TrainerBackend
 from headrace.engine.plugins import load_entry_point
 from headrace.engine.transport.control import BlockingControlClient, Joined
+from headrace.engine.transport.learner import LearnerClient
 from headrace.v1 import control_pb2 as pb
 
 log = logging.getLogger(__name__)
+
 
 def main(hub: str, member_id: str, rank: int, rendezvous: str) -> None:
     """Run one rank until the steps are done or the run ends. Entry of the child process.
@@ -73,7 +74,7 @@ def _load(run: Joined, rank: int, rendezvous: str) -> FsdpTrainer:
 
 def _train(hub: str, control: BlockingControlClient, run: Joined, trainer: TrainerBackend, rank: int) -> None:
     num_ranks = run.config.learner.num_ranks
-    line = HubLine(hub, control, run, rank, num_ranks)
+    line = LearnerClient(hub, control, run, rank, num_ranks)
     store = CheckpointStore(Path(run.run_folder) / "checkpoints", keep=run.config.learner.keep_checkpoints, rank=rank)
     loop = LearnerLoop(
         config=run.config,
@@ -105,5 +106,3 @@ class Checkpoints:
         if self._rank == 0:
             extra["hub.json"] = self._control.checkpoint_state(step, self._run.fencing_token).encode()
         self._store.save(trainer, step, extra)
-
-

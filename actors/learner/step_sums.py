@@ -35,12 +35,14 @@ class StepSums:
         self._maxima: dict[str, Tensor] = {}
         self._computed = 0
         self._tokens = 0
+        self._loss_tokens = 0
         self.suspects: list[str] = []
 
     def add(self, micro_batch: MicroBatch, result: ForwardResult, output: LossOutput) -> None:
         """Take in one micro-batch; remembers its records if its loss is not finite."""
         self._computed += result.num_computed
         self._tokens += len(micro_batch.token_ids) if micro_batch.loss_mask.any() else 0
+        self._loss_tokens += int(micro_batch.loss_mask.sum())
         entropy = result.entropy.detach().sum()
         for name, value in {**output.sums, "entropy": entropy}.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
@@ -52,14 +54,21 @@ class StepSums:
     def reduce(self, group: RankGroup, squared_norm: float, num_loss_tokens: int) -> tuple[float, dict[str, float]]:
         """Add up over ranks. Collective.
 
+        The loss is divided by `num_loss_tokens`, that of the whole step. Other means are over the tokens that were
+        computed: samples without advantage take no forward pass, and must not pull a mean towards 0.
+
         Returns:
             The squared gradient norm over all ranks, and the metrics; figures that are not finite are left out.
         """
         names, max_names = sorted(self._sums), sorted(self._maxima)
-        values = [squared_norm, float(self._computed), float(self._tokens), *(float(self._sums[n]) for n in names)]
-        norm, computed, tokens, *sums = group.sum(values)
+        counts = [float(self._computed), float(self._tokens), float(self._loss_tokens)]
+        values = [squared_norm, *counts, *(float(self._sums[n]) for n in names)]
+        norm, computed, tokens, loss_tokens, *sums = group.sum(values)
         maxima = group.max([float(self._maxima[name]) for name in max_names])
-        metrics = {_MEANS.get(n, f"actor/{n}"): value / num_loss_tokens for n, value in zip(names, sums, strict=True)}
+        means = {name: value / max(1.0, loss_tokens) for name, value in zip(names, sums, strict=True)}
+        if "pg_loss" in means:
+            means["pg_loss"] *= loss_tokens / num_loss_tokens
+        metrics = {_MEANS.get(name, f"actor/{name}"): value for name, value in means.items()}
         metrics |= {_MAXIMA.get(n, f"actor/{n}_max"): value for n, value in zip(max_names, maxima, strict=True)}
         metrics |= {"perf/tokens": tokens, "perf/tokens_computed": computed}
         if norm >= 0:

@@ -86,7 +86,8 @@ def _token_ids(value: object, prompt_format: PromptFormat, where: str) -> tuple[
         raise ConfigError(f"{where} begins like token ids, but is not a list of them: {error}") from error
     if prompt_format.system_prompt or prompt_format.instruction:
         raise ConfigError(
-            f"{where} holds token ids, to which data.system_prompt and data.instruction cannot be added; leave them empty"
+            f"{where} holds token ids, to which data.system_prompt and data.instruction cannot be added; leave "
+            "them empty"
         )
     return ids
 

@@ -30,7 +30,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def multiplies_bfloat16(num_gpus: int, flags: frozenset[str]) -> bool:
-    """Whether bfloat16 is fast: on a GPU, or on a processor with instructions for it. Emulated, it is ten times slower."""
+    """Whether bfloat16 is fast: on a GPU, or on a processor with instructions for it. Emulated, it is far slower."""
     return num_gpus > 0 or bool(flags & _BF16_FLAGS)
 
 
@@ -39,4 +39,3 @@ def model_dtype(config: Config) -> Dtype:
     if config.model.dtype != "auto":
         return config.model.dtype
     return "bfloat16" if multiplies_bfloat16(count_gpus(), cpu_flags()) else "float32"
-

@@ -45,9 +45,7 @@ def client_options(
     return options
 
 
-def server_options(
-    *, message_limit_bytes: int = MESSAGE_LIMIT_BYTES, keepalive_s: float = KEEPALIVE_S
-) -> list[Option]:
+def server_options(*, message_limit_bytes: int = MESSAGE_LIMIT_BYTES, keepalive_s: float = KEEPALIVE_S) -> list[Option]:
     """Options of every server that Headrace starts; they match `client_options`."""
     return [
         ("grpc.max_receive_message_length", message_limit_bytes),

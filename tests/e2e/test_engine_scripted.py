@@ -9,16 +9,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.actors.learner.hub_line import HubLine
-from headrace.actors.learner.loop import LearnerLoop
+from headrace.actors.learner.loop import LearnerLoop, step_batch
 from headrace.actors.rollout.main import run_worker
 from headrace.actors.rollout.rendering import Renderer
 from headrace.clients.engine import Engine
+from headrace.clients.trainer import TrainerClient
 from headrace.engine.clock import SystemClock
 from headrace.engine.config import Config, load_config
 from headrace.engine.interfaces import InferenceBackend, TrainerBackend
 from headrace.engine.testing import FixedLength, ScriptedInferenceBackend, ScriptedTrainer, random_script
 from headrace.engine.transport.control import BlockingControlClient, ControlClient, Joined
+from headrace.engine.transport.learner import LearnerClient
 from headrace.engine.types import PolicyVersion, Prompt
 from headrace.v1 import control_pb2 as pb
 
@@ -100,7 +101,7 @@ def learn(hub: str, folder: Path, failures: list[BaseException]) -> None:
     try:
         with BlockingControlClient(hub, pb.ROLE_LEARNER, "learner-0") as control:
             run = control.join(0)
-            line = HubLine(hub, control, run, 0, 1)
+            line = LearnerClient(hub, control, run, 0, 1)
             loop = LearnerLoop(
                 config=run.config,
                 trainer=ScriptedTrainer(run_id=run.run_id),
@@ -150,3 +151,42 @@ async def test_a_run_trains_every_step_and_writes_its_folder(
     assert all(row["off_policy/max"] <= 1 for row in found if "off_policy/max" in row)
     for name in ("config.toml", "samples.jsonl", "timeline.json", "log.txt"):
         assert (engine.run_folder / name).exists(), name
+
+
+def train_by_hand(hub: str, folder: Path, seen: list[str], failures: list[BaseException]) -> None:
+    """A training loop of somebody else's, on the blocking client."""
+    try:
+        with TrainerClient(hub) as client:
+            trainer = ScriptedTrainer(run_id=client.run.run_id)
+            for step in range(client.first_step, client.num_steps):
+                batch = client.take(step)
+                assert client.take(step).lease_token == batch.lease_token
+                samples = client.samples(batch)
+                seen.extend(sample.trajectory.record_id for sample in samples)
+                assert all(sample.advantage != 0 for sample in samples)
+                # Nothing is learned here, but each version needs weights of its own.
+                trainer.step(step_batch(step, batch))
+                client.commit(step, batch.lease_token)
+                client.publish(trainer.export_update(None, folder))
+                client.report(step + 1, {"actor/lr": 0.1})
+    except BaseException as error:
+        failures.append(error)
+
+
+async def test_a_training_loop_of_ones_own_drives_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    seen: list[str] = []
+    failures: list[BaseException] = []
+    async with Engine(config) as engine:
+        worker = asyncio.create_task(run_worker(engine.hub_address, "rollout-0", start_engine=scripted_engine))
+        arguments = (engine.hub_address, tmp_path, seen, failures)
+        thread = threading.Thread(target=train_by_hand, args=arguments, daemon=True)
+        thread.start()
+        result = await asyncio.wait_for(engine.wait(), 60)
+        await asyncio.to_thread(thread.join, 10)
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+    assert not failures
+    assert (result.ended, result.steps) == ("finished", 3)
+    assert len(seen) == len(set(seen)) > 0

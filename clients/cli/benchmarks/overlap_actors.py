@@ -157,7 +157,7 @@ class Learner:
         Raises:
             ActorLostError: The hub is gone.
         """
-        make_line = cast("Callable[..., Line]", load_object("headrace.actors.learner.hub_line:HubLine"))
+        make_line = cast("Callable[..., Line]", load_object("headrace.engine.transport.learner:LearnerClient"))
         make_loop = cast("Callable[..., _Loop]", load_object("headrace.actors.learner.loop:LearnerLoop"))
         with BlockingControlClient(hub, pb.ROLE_LEARNER, "learner-0") as control:
             run = control.join(0)

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 
 from headrace.actors.learner.checkpoint import CheckpointStore
-from headrace.actors.learner.hub_line import HubLine
 from headrace.actors.learner.loop import LearnerLoop
 from headrace.engine.clock import SystemClock
 from headrace.engine.errors import HeadraceError
 from headrace.engine.interfaces import TrainerBackend
 from headrace.engine.testing import ScriptedTrainer
 from headrace.engine.transport.control import BlockingControlClient, Joined
+from headrace.engine.transport.learner import LearnerClient
 from headrace.v1 import control_pb2 as pb
 
 
@@ -50,7 +50,7 @@ def main(options: dict[str, Any]) -> None:
         if run.resume_from:
             trainer.load(Path(run.resume_from))
             trainer.version = run.version
-        line = HubLine(hub, control, run, 0, 1)
+        line = LearnerClient(hub, control, run, 0, 1)
         control.progress.moved("ready", pb.PHASE_READY)
         loop = LearnerLoop(
             config=run.config,

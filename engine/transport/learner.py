@@ -13,10 +13,11 @@ CONSUMER = "learner"
 _OUTAGE_S = {True: 1.0, False: 60.0}
 
 
-class HubLine:
-    """Everything that the loop says to the hub, over three services of one address."""
+class LearnerClient:
+    """Everything that a rank says to the hub once it has joined. Blocking; for one thread."""
 
     def __init__(self, hub: str, control: BlockingControlClient, run: Joined, rank: int, num_ranks: int) -> None:
+        """Open the channels; `control` has joined and stays the caller's."""
         self._control = control
         self._channel = open_blocking_channel(hub)
         self._buffer = BlockingBufferClient(
@@ -31,23 +32,30 @@ class HubLine:
         self._weights = WeightPublisher(hub, rank=rank, num_ranks=num_ranks, fencing_token=run.fencing_token)
 
     def take(self, step: int, deadline_s: float) -> TakenBatch:
+        """Lease the batch of a step; see `BlockingBufferClient.take`."""
         return self._buffer.take(step, deadline_s)
 
-    def commit(self, step: int, lease_token: int, skipped: bool) -> PolicyVersion:
+    def commit(self, step: int, lease_token: int, skipped: bool = False) -> PolicyVersion:
+        """Consume the batch of a step; see `BlockingBufferClient.commit`."""
         return self._buffer.commit(step, lease_token, skipped)
 
     def publish(self, part: WeightUpdate) -> bool:
+        """Offer this rank's part of a version; see `WeightPublisher.publish`."""
         return self._weights.publish(part)
 
     def report(self, step: int, spans: Sequence[Span], metrics: dict[str, float]) -> None:
+        """Finish the row of a step in metrics.jsonl; `step` counts finished steps."""
         self._control.report(step=step, spans=spans, metrics=metrics)
 
     def doing(self, what: str) -> None:
+        """What the rank does from now on; shown to people, and taken as progress."""
         self._control.progress.moved(what)
 
     def say(self, text: str) -> None:
+        """A line for people."""
         self._control.progress.say(text)
 
     def close(self) -> None:
+        """Close the channels. May be called twice."""
         self._channel.close()
         self._weights.close()
