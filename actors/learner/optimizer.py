@@ -1,6 +1,6 @@
 # pyright: basic
 # torch is only partly typed.
-"""AdamW with linear warm-up and clipping on the global norm; a step whose norm is not finite changes nothing.
+"""AdamW with linear warm-up and decay, and clipping on the global norm; a step whose norm is not finite changes nothing.
 
 Invariant: the decision to skip is taken on a reduced number, so ranks cannot disagree. Skipping touches neither
 weights, moments nor schedule.
@@ -26,6 +26,11 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def warmup_rate(base: float, warmup_steps: int, updates_done: int) -> float:
     """Learning rate of the next update: base * (n + 1) / warmup_steps for the first ones, then base."""
     return base * min(1.0, (updates_done + 1) / warmup_steps) if warmup_steps else base
+
+
+def decay_factor(decay_steps: int, updates_done: int) -> float:
+    """Falls from 1 at the first update linearly to 0 after `decay_steps`; 1 throughout with 0."""
+    return max(0.0, 1.0 - updates_done / decay_steps) if decay_steps else 1.0
 
 
 class ShardedAdamW:
@@ -55,8 +60,9 @@ class ShardedAdamW:
 
     @property
     def next_rate(self) -> float:
-        """Learning rate of the next update."""
-        return warmup_rate(self._config.learning_rate, self._config.warmup_steps, self.updates)
+        """Learning rate of the next update: warm-up times decay."""
+        risen = warmup_rate(self._config.learning_rate, self._config.warmup_steps, self.updates)
+        return risen * decay_factor(self._config.decay_steps, self.updates)
 
     def squared_norm(self) -> float:
         """Sum of squares of this rank's gradient elements; add it up over ranks before `apply`."""

@@ -129,7 +129,8 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     adam_beta1: Fraction = 0.9
     adam_beta2: Fraction = 0.95
     adam_eps: PositiveFloat = 1e-8
-    warmup_steps: NonNegative = 0
+    warmup_steps: NonNegative = 0  # updates over which the rate rises linearly
+    decay_steps: NonNegative = 0  # updates over which it falls linearly to 0; 0: it does not fall
     max_grad_norm: PositiveFloat = 1.0
     token_budget: Positive = 4096  # tokens of one packed micro-batch
     mixed_precision: Literal["auto", "bf16", "fp16", "no"] = "auto"  # auto: bf16 where the hardware multiplies it

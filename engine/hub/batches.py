@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.engine.errors import FencedError, HeadraceError, SchemaError, UsageError
+from headrace.engine.errors import FencedError, FormatError, HeadraceError, SchemaError, UsageError
 from headrace.engine.hub.evaluation import TABLE as EVAL_TABLE
 from headrace.engine.hub.evaluation import EvalFlow
 from headrace.engine.hub.flow import Ended
 from headrace.engine.hub.ports import TablePort, TableStats, Verdict, ids_of
 from headrace.engine.hub.scoring import Stored
 from headrace.engine.hub.state import HubState
-from headrace.engine.records import decode_column, decode_trajectory
+from headrace.engine.records import decode_column, decode_trajectory, header_of
 from headrace.engine.scheduling.batch_plan import PlanItem, plan_batch
 from headrace.engine.scheduling.leases import Lease
 from headrace.engine.types import BatchPlan, DropReason, MicroBatchPlan, PolicyVersion, RankPlan, Trajectory
@@ -103,12 +103,16 @@ class HubBuffer:
 
         Raises:
             FencedError: The group is over or at a later attempt.
+            FormatError: The bytes are not the record that the header announces.
         """
         self._refuse_late(table, header)
+        # Here, where one record is refused, and not where it is read, where the run would end.
+        if header_of(decode_trajectory(data)) != header:
+            raise FormatError(f"record {header.record_id!r} came with a header that is not its own")
         return self._table(table).offer(header, data)
 
     async def put_record(self, table: str, header: RecordHeader, data: bytes, producer_id: str) -> Verdict:
-        """Store a record as soon as there is room. Cancelling withdraws it.
+        """Store a record that was offered as soon as there is room. Cancelling withdraws it.
 
         Raises:
             FencedError: The group is over or at a later attempt.

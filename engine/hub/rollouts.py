@@ -6,8 +6,9 @@ waits for   nothing by itself: `pump` is called after every change
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -15,6 +16,7 @@ import grpc.aio
 from headrace.engine.errors import HeadraceError, UsageError
 from headrace.engine.hub.evaluation import EvalFlow
 from headrace.engine.hub.flow import Ended
+from headrace.engine.hub.scoring import Stored
 from headrace.engine.hub.state import HubState
 from headrace.engine.records import decode_trajectory
 from headrace.engine.transport.convert import group_to_proto, version_from_proto
@@ -186,7 +188,9 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
                 self._again(group, ended.message or f"aborted by {worker}")
 
     def _generated(self, group: PromptGroup) -> None:
-        records = self._state.train.table.records_of(group.group_id)
+        records: Sequence[Stored] = ()
+        with contextlib.suppress(UsageError):  # raised where not one of them was accepted
+            records = self._state.train.table.records_of(group.group_id)
         spans = [decode_trajectory(record.data).spans for record in records]
         if len(records) != group.group_size:
             self._again(group, f"only {len(records)} of {group.group_size} records were accepted")
