@@ -34,8 +34,6 @@ from headrace.v1 import rollout_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-Status = pb.GroupEnded.Status.ValueType
-
 
 class RolloutWorker:
     """The worker's loop around an inference backend that has been started."""
@@ -155,7 +153,7 @@ class RolloutWorker:
 
     async def _run_group(self, group: PromptGroup) -> None:
         """Sample one group to its end and say how it ended."""
-        status: Status = pb.GroupEnded.STATUS_GENERATED
+        status: pb.GroupEnded.Status.ValueType = pb.GroupEnded.STATUS_GENERATED
         message = ""
         try:
             await self._admitting.wait()

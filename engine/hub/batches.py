@@ -192,7 +192,8 @@ class HubBuffer:
 
     def _records_of(self, group_id: str) -> Sequence[Stored]:
         try:
-            return self._state.train.table.records_of(group_id)
+            records: Sequence[Stored] = self._state.train.table.records_of(group_id)
+            return records
         except UsageError:  # nothing of it has arrived yet
             return ()
 
@@ -256,6 +257,7 @@ class HubBuffer:
         batch = self._batches.pop(token)
         state.progressed()
         state.reporting.parts.add("actor/skipped", float(skipped))
+        state.num_updates += not skipped and bool(batch.records)
         try:
             state.reporting.trained_on(step, batch.samples)
         except HeadraceError as error:

@@ -120,7 +120,7 @@ class ControlClient:
     """A member's line to the hub, for code on an event loop."""
 
     def __init__(self, channel: grpc.aio.Channel, role: "pb.Role.ValueType", member_id: str) -> None:
-        self._stub: control_pb2_grpc.ControlServiceAsyncStub = control_pb2_grpc.ControlServiceStub(channel)  # type: ignore[assignment]
+        self._stub: control_pb2_grpc.ControlServiceAsyncStub = control_pb2_grpc.ControlServiceStub(channel)
         self._role = role
         self.member_id = member_id
         self.progress = Progress()

@@ -86,7 +86,7 @@ class WeightSubscriber:
         self, channel: grpc.aio.Channel, *, run_id: str, receiver_id: str, same_host: bool, folder: Path
     ) -> None:
         """Prepare; `folder` receives payloads that have to be fetched."""
-        self._stub: weights_pb2_grpc.WeightServiceAsyncStub = weights_pb2_grpc.WeightServiceStub(channel)  # type: ignore[assignment]
+        self._stub: weights_pb2_grpc.WeightServiceAsyncStub = weights_pb2_grpc.WeightServiceStub(channel)
         self._run_id = run_id
         self._receiver_id = receiver_id
         self._same_host = same_host
