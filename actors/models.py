@@ -94,6 +94,7 @@ def load_causal_lm(folder: Path, dtype: str = "float32", attn: str = "sdpa") -> 
         ConfigError: The folder holds no causal language model that can be loaded.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
@@ -105,7 +106,7 @@ def load_causal_lm(folder: Path, dtype: str = "float32", attn: str = "sdpa") -> 
             trust_remote_code=False,
             use_safetensors=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"the model in {folder} cannot be loaded ({error}): set model.path to another one") from error
     model.train(False)
     return cast(PreTrainedModel, model)
@@ -121,7 +122,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file is a plain Exception of the tokenizers' own reader
         raise ConfigError(f"the tokenizer in {folder} cannot be loaded ({error}): save it beside the model") from error
 
 

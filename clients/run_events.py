@@ -2,13 +2,25 @@
 
 import msgspec
 
+from headrace.engine.errors import FormatError
 from headrace.engine.hub.members import ROLE_NAMES
 from headrace.engine.telemetry.events import Activity, Ended, LogLine, MetricsRow, RunEvent, RunStatus
 from headrace.v1 import control_pb2 as pb
 
 
 def event_from_proto(message: pb.WatchResponse) -> RunEvent | None:
-    """The event, or None where a newer hub tells of something that is not known here."""
+    """The event, or None where a newer hub tells of something that is not known here.
+
+    Raises:
+        FormatError: The message is not what a hub sends.
+    """
+    try:
+        return _event(message)
+    except msgspec.DecodeError as error:  # of which ValidationError is one
+        raise FormatError(f"an event of the run cannot be read: {error}") from error
+
+
+def _event(message: pb.WatchResponse) -> RunEvent | None:
     match message.WhichOneof("event"):
         case "metrics_json":
             return msgspec.json.decode(message.metrics_json, type=MetricsRow)

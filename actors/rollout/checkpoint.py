@@ -24,6 +24,10 @@ class _EndTokens(msgspec.Struct):
     eos_token_id: int | list[int] = []
 
 
+class _Entry(msgspec.Struct):
+    shape: tuple[int, ...] | None = None
+
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -53,9 +57,7 @@ def read_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     if not files:
         raise ConfigError(f"model.path: {model_dir} holds no .safetensors file; save the model in that format.")
     for path in files:
-        for name, entry in _read_header(path).items():
-            if name != "__metadata__":
-                shapes[name] = tuple(int(size) for size in entry["shape"])
+        shapes |= _read_header(path)
     if (_read_json(model_dir / "config.json") or {}).get("tie_word_embeddings"):
         shapes.pop(_OUTPUT_HEAD, None)
     return shapes
@@ -133,7 +135,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return cast(dict[str, Any], value) if isinstance(value, dict) else None
 
 
-def _read_header(path: Path) -> dict[str, Any]:
+def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes that one file's header names."""
     with path.open("rb") as file:
         head = file.read(8)
         (size,) = struct.unpack("<Q", head) if len(head) == 8 else (0,)
@@ -141,6 +144,11 @@ def _read_header(path: Path) -> dict[str, Any]:
             raise FormatError(f"{path} is not a safetensors file: its header claims {size} bytes.")
         text = file.read(size)
     try:
-        return cast(dict[str, Any], json.loads(text))
-    except ValueError as error:
+        entries = msgspec.json.decode(text, type=dict[str, _Entry])
+    except (msgspec.DecodeError, RecursionError) as error:
         raise FormatError(f"{path} is not a safetensors file: {error}.") from error
+    entries.pop("__metadata__", None)
+    shapes = {name: entry.shape for name, entry in entries.items() if entry.shape is not None}
+    if shapes.keys() != entries.keys():
+        raise FormatError(f"{path} is not a safetensors file: its header names tensors without a shape.")
+    return shapes

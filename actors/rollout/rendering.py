@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from headrace.actors.models import load_tokenizer
 from headrace.engine.errors import ConfigError
 from headrace.engine.types import Prompt
 
@@ -36,14 +37,7 @@ class TokenizerRenderer:
         Raises:
             ConfigError: The folder holds no tokenizer.
         """
-        from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model.path: {model_dir} holds no tokenizer that transformers can load: {error}"
-            ) from error
+        self._tokenizer: Any = load_tokenizer(model_dir)
 
     def render(self, prompt: Prompt) -> tuple[int, ...]:
         if prompt.token_ids:

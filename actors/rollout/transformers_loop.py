@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from headrace.actors.models import load_tokenizer
 from headrace.actors.rollout.checkpoint import end_token_ids, layout_difference
 from headrace.actors.rollout.transformers_batch import DecodeBatch, Row, Sampled
 from headrace.engine.config.hardware import model_dtype
@@ -222,7 +223,11 @@ class GenerationLoop:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                self._model_dir, dtype=getattr(torch, model_dtype(self._config))
+                self._model_dir,
+                dtype=getattr(torch, model_dtype(self._config)),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,  # other formats would be unpickled
             )
         except Exception as error:
             raise RunError(f"{self._model_dir} could not be loaded: {type(error).__name__}: {error}") from error
@@ -258,9 +263,7 @@ class GenerationLoop:
     def decode(self, token_ids: list[int]) -> str:
         """Text of ids; loads the tokenizer the first time."""
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(self._model_dir)
+            self._tokenizer = load_tokenizer(self._model_dir)
         return str(self._tokenizer.decode(token_ids))
 
     def ack(self, status: AckStatus, message: str, taken_s: float = 0.0) -> WeightAck:

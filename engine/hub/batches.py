@@ -257,7 +257,7 @@ class HubBuffer:
         batch = self._batches.pop(token)
         state.progressed()
         state.reporting.parts.add("actor/skipped", float(skipped))
-        state.num_updates += not skipped and bool(batch.records)
+        state.num_updates += not skipped and any(advantage for _, _, advantage in batch.samples)
         try:
             state.reporting.trained_on(step, batch.samples)
         except HeadraceError as error:

@@ -27,6 +27,7 @@ class HubState:
         fencing_token: Of the current learner; an older one is refused.
         ended: How the run ended; empty while it goes on.
         hold_step: A step that may not begin yet (an evaluation is pinned to the version before it).
+        num_updates: Committed steps that were not skipped and had a sample with an advantage.
         num_failed: Attempts of groups that failed so far, in sampling or in scoring.
     """
 
@@ -51,6 +52,7 @@ class HubState:
     hold_step: int | None = None
     last_progress_s: float = 0.0
     tokens_by_step: dict[int, int] = field(default_factory=dict[int, int])
+    num_updates: int = 0
     num_failed: int = 0
 
     def progressed(self) -> None:

@@ -8,6 +8,8 @@ Invariants:
 - Nothing of a version is announced before it is sealed.
 - A receiver has one update at a time; the next is worked out from what it has acknowledged.
 - Payload files that no retained update needs are removed; a receiver that has one mapped keeps its bytes.
+- Weights that did not change although they were trained are told of: without a word of it, rollouts would come from one
+  policy for the whole run and look like growing staleness.
 """
 
 import asyncio
@@ -58,6 +60,9 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
         self._receivers = ReceiverTable()
         self._paths: dict[PolicyVersion, Path] = {}
         self._offered: dict[str, PolicyVersion] = {}
+        # Version, digest and number of updates when the last version was sealed.
+        self._last: tuple[PolicyVersion | None, int, int] = (None, 0, 0)
+        self._num_frozen = 0
 
     @property
     def newest(self) -> PolicyVersion | None:
@@ -90,6 +95,7 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
         if sealed is None:
             return pb.PublishResponse(sealed=False, digest=manifest.digest)
         self._remove_unneeded()
+        self._tell_if_frozen(sealed)
         self._state.reporting.parts.add("weights/wire_bytes", sealed.payload_bytes)
         self._state.changed()
         return pb.PublishResponse(sealed=True, digest=sealed.digest)
@@ -97,9 +103,11 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
     async def _receive(self, path: Path, manifest: WeightManifest, requests: AsyncIterator[pb.PublishRequest]) -> None:
         """Write streamed pieces to their places; several ranks may do so at the same time."""
         descriptor = open_reserved(path, manifest.payload_bytes)
+        missing = sum(bucket.payload_bytes for bucket in manifest.buckets)
         try:
             async for request in requests:
                 chunk = request.chunk
+                missing -= len(chunk.data)
                 if chunk.offset + len(chunk.data) > manifest.payload_bytes:
                     raise CorruptUpdateError(
                         f"a piece of version {manifest.version} ends at byte {chunk.offset + len(chunk.data)} of "
@@ -108,6 +116,27 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
                 await asyncio.to_thread(write_at, descriptor, chunk.data, chunk.offset, path)
         finally:
             os.close(descriptor)
+        if missing:
+            raise CorruptUpdateError(
+                f"version {manifest.version} came with {abs(missing)} bytes too {'few' if missing > 0 else 'many'}"
+            )
+
+    def _tell_if_frozen(self, sealed: WeightManifest) -> None:
+        """Say so where the weights are bit for bit those of the version before, with an update in between."""
+        state = self._state
+        version, digest, updates = self._last
+        if sealed.version == version:
+            return
+        self._last = (sealed.version, sealed.digest, state.num_updates)
+        if sealed.digest != digest or state.num_updates == updates:
+            return
+        self._num_frozen += 1
+        if self._num_frozen & (self._num_frozen - 1) == 0:  # the first, the second, the fourth, ...
+            state.reporting.say(
+                f"the weights of version {sealed.version} are bit for bit those of {version}, although "
+                f"{state.num_updates - updates} updates were made in between ({self._num_frozen} such versions so far):"
+                " look at learner.learning_rate and model.dtype, and at what the trainer exports"
+            )
 
     def _remove_unneeded(self) -> None:
         retained = {manifest.version for manifest in self._chain.retained()}

@@ -18,6 +18,7 @@ import ipaddress
 import random
 import uuid
 from collections.abc import Sequence
+from typing import cast
 
 import grpc
 import grpc.aio
@@ -166,7 +167,8 @@ class GrpcReward:
 
     async def _describe(self, stub: "reward_pb2_grpc.RewardServiceAsyncStub") -> pb.DescribeResponse:
         try:
-            return await stub.Describe(pb.DescribeRequest(), timeout=self._connect_timeout_s, wait_for_ready=True)
+            wait_s = self._connect_timeout_s
+            reply = await stub.Describe(pb.DescribeRequest(), timeout=wait_s, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return pb.DescribeResponse()  # a minimal server: it is there, and says no limits
@@ -176,6 +178,9 @@ class GrpcReward:
                 f"no reward server answered at reward.address {self._address!r} within "
                 f"{self._connect_timeout_s:g} s{hint}{reason}; start it or correct the address"
             ) from error
+        if cast("pb.DescribeResponse | None", reply) is None:  # gRPC's word for bytes that cannot be read
+            raise RewardError(f"what answers at reward.address {self._address!r} is no reward server")
+        return reply
 
     def _chunks(
         self, pairs: Sequence[tuple[RewardSample, pb.RewardSample]]
@@ -232,7 +237,10 @@ class GrpcReward:
             if self._channel is None:
                 return self._failed(samples, "was not asked, for the client is closed")
             try:
-                return outcomes_from_reply(samples, await self._stub.Score(request, timeout=timeout_s), self._server)
+                reply = cast("pb.ScoreResponse | None", await self._stub.Score(request, timeout=timeout_s))
+                if reply is None:  # gRPC's word for bytes that cannot be read
+                    return self._failed(samples, "answered with something that is no ScoreResponse")
+                return outcomes_from_reply(samples, reply, self._server)
             except grpc.aio.AioRpcError as error:
                 return error
             except asyncio.CancelledError:

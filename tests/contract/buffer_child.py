@@ -23,6 +23,7 @@ async def _commands() -> asyncio.StreamReader:
 async def serve(address: str, options: dict[str, Any]) -> None:
     """A buffer server with one table; answers commands until standard input ends."""
     from headrace.buffers.async_table import AsyncTable
+    from headrace.buffers.backend import check_record
     from headrace.buffers.service import buffer_service
     from headrace.buffers.table import Table
     from headrace.buffers.table_backend import TableBackend
@@ -32,7 +33,10 @@ async def serve(address: str, options: dict[str, Any]) -> None:
     if options.get("hold"):
         table.leases.hold_for_checkpoints()
     backend = TableBackend(
-        {"train": table}, groups_per_step=options.get("groups_per_step", 1), token_budget=8192, check=None
+        {"train": table},
+        groups_per_step=options.get("groups_per_step", 1),
+        token_budget=8192,
+        check=check_record if options.get("check") else None,
     )
     async with serving([buffer_service(backend, **options.get("service", {}))], address):
         say("ready")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,15 +20,18 @@ from headrace.engine.hub.flow import GroupFlow
 from headrace.engine.hub.members import Limits, Members
 from headrace.engine.hub.reporting import Reporting
 from headrace.engine.hub.state import HubState
+from headrace.engine.hub.streak import FailureStreak
 from headrace.engine.hub.waits import Changes, WaitBoard
 from headrace.engine.hub.weights import WeightHub
 from headrace.engine.telemetry.run_folder import RunFolder
 from headrace.engine.transport.channel import open_channel
 from headrace.engine.transport.server import Service, serving
 from headrace.engine.transport.weights import WeightPublisher, WeightSubscriber
+from headrace.engine.transport.weights_convert import manifest_to_proto
 from headrace.engine.types import AckStatus, PolicyVersion, TensorSpec, WeightAck, WeightUpdate
 from headrace.engine.weights.keyframe import KeyframeWriter
 from headrace.engine.weights.payload import open_payload, verify_payload
+from headrace.v1 import weights_pb2 as pb
 from headrace.v1 import weights_pb2_grpc
 
 TENSORS = (
@@ -58,8 +62,6 @@ def make_state(tmp_path: Path, num_ranks: int) -> HubState:
     clock = SystemClock()
     board = WaitBoard(clock)
     folder = RunFolder.create(tmp_path / "runs", "run", "", clock.wall())
-    import msgspec
-
     learner = msgspec.structs.replace(config.learner, num_ranks=num_ranks)
     config = msgspec.structs.replace(config, learner=learner)
     return HubState(
@@ -71,6 +73,7 @@ def make_state(tmp_path: Path, num_ranks: int) -> HubState:
         flow=GroupFlow(config, START, clock),
         members=Members(Limits(silent_s=60, loading_s=60, working_s=60)),
         reporting=Reporting(folder, clock),
+        streak=FailureStreak(1),
         train=AsyncTable(Table("train")),
         evals=AsyncTable(Table("eval")),
         version=START,
@@ -177,6 +180,62 @@ async def test_version_on_success(tmp_path: Path) -> None:
                     await subscriber.acknowledge(failed)
     log = (hub.state.reporting.folder.path / "log.txt").read_text()
     assert log.count("goes on with version 0: corrupt: torn") == 3
+
+
+async def test_version_on_success_a_publisher_that_stops_half_way_leaves_no_version(tmp_path: Path) -> None:
+    """K-017: four chunks are due, two arrive; the stream is broken off, or ends as if that were all."""
+    async with running(tmp_path) as hub:
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        published = part(elsewhere, 1)
+        data = Path(published.local_path).read_bytes()
+        half, rest = (bucket.payload_bytes for bucket in published.manifest.buckets)
+        half //= 2
+        stub: weights_pb2_grpc.WeightServiceAsyncStub = weights_pb2_grpc.WeightServiceStub(hub.channel)  # type: ignore[assignment]
+        header = pb.PublishHeader(num_ranks=1, fencing_token=1, manifest=manifest_to_proto(published.manifest))
+        for breaks_off in (True, False):
+            call = stub.Publish()
+            await call.write(pb.PublishRequest(header=header))
+            for start in (0, half):
+                chunk = pb.WeightChunk(offset=start, data=data[start : start + half])
+                await call.write(pb.PublishRequest(chunk=chunk))
+            if breaks_off:
+                call.cancel()
+                continue
+            with pytest.raises(grpc.aio.AioRpcError, match=f"came with {rest} bytes too few"):
+                await call.done_writing()
+                await call
+        waiting = asyncio.create_task(first(hub.subscriber()))
+        assert await asyncio.to_thread(lambda: hub.publisher().publish(published, same_host=False))
+        verify_payload(await asyncio.wait_for(waiting, 10))
+
+
+async def test_message_size_a_tensor_larger_than_a_message_may_be_goes_both_ways(tmp_path: Path) -> None:
+    """K-027: 5 MiB, streamed in pieces to the hub and from it."""
+    async with running(tmp_path) as hub:
+        spec = TensorSpec(name="large", dtype="float32", shape=(5 << 18,))
+        path = tmp_path / "large.bin"
+        with KeyframeWriter(path, [spec], run_id="run", version=PolicyVersion(0, 1)) as writer:
+            writer.write(0, 0, np.random.default_rng(0).standard_normal(5 << 18, np.float32))
+            update = WeightUpdate(manifest=writer.manifest(), local_path=str(path))
+        assert await asyncio.to_thread(lambda: hub.publisher().publish(update, same_host=False))
+        fetched = await asyncio.wait_for(first(hub.subscriber(same_host=False)), 10)
+        verify_payload(fetched)
+        assert Path(fetched.local_path).read_bytes() == path.read_bytes()
+
+
+async def test_payload_frozen_equal_weights_after_an_update_are_told_of(tmp_path: Path) -> None:
+    """K-063: the alarm, after an update; not for a step that changed nothing on purpose."""
+    async with running(tmp_path) as hub:
+        publisher, payloads = hub.publisher(), tmp_path / "payloads"
+        # The weights of a part depend on version * 16 + fill.
+        for version, fill, num_updates in ((1, 48, 1), (2, 32, 1), (3, 16, 2), (4, 1, 3), (5, 0, 4)):
+            hub.state.num_updates = num_updates
+            assert await asyncio.to_thread(publisher.publish, part(payloads, version, fill=fill))
+    log = (hub.state.reporting.folder.path / "log.txt").read_text()
+    assert log.count("bit for bit") == 1
+    assert "the weights of version 3 are bit for bit those of 2, although 1 updates were made" in log
+    assert "learner.learning_rate" in log
 
 
 async def test_a_fenced_publisher_leaves_no_version(tmp_path: Path) -> None:
