@@ -9,11 +9,13 @@ Invariants:
 - A group is said to be generated only after the buffer has accepted all its records.
 - The version that the hub is told is one that the engine has acknowledged.
 - A failure of one group ends that group, not the worker; a failure of the engine ends the worker.
+- An update that waits for what is sampled does not wait for groups that came after it: they wait for the update.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 
 import grpc.aio
 
@@ -63,7 +65,10 @@ class RolloutWorker:
         self._clock = clock
         self._on_span = on_span
         self._outbox: asyncio.Queue[pb.WorkRequest | None] = asyncio.Queue()
-        self._groups: dict[str, asyncio.Task[None]] = {}
+        self._groups: dict[tuple[str, int], asyncio.Task[None]] = {}  # by id and attempt
+        self._num_sampling = 0
+        self._at_rest = asyncio.Event()
+        self._at_rest.set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._admitting = asyncio.Event()
@@ -114,11 +119,10 @@ class RolloutWorker:
 
         With `rollout.partial_rollout = false` what runs is finished first, under the old version.
         """
-        partial = self._config.rollout.partial_rollout
-        if not partial:
-            self._admitting.clear()
-            await self._idle.wait()
         try:
+            if not self._config.rollout.partial_rollout:
+                self._admitting.clear()
+                await self._at_rest.wait()
             started_s = self._clock.wall()
             ack = await self._backend.apply(update)
             self._on_span(
@@ -132,22 +136,24 @@ class RolloutWorker:
         return ack
 
     def _begin(self, group: PromptGroup) -> None:
-        if group.group_id in self._groups:
+        attempts = [attempt for group_id, attempt in self._groups if group_id == group.group_id]
+        if attempts and max(attempts) >= group.attempt:
             log.warning("group %s is running already; the second copy is ignored", group.group_id)
             return
+        self._cancel(group.group_id)  # an earlier attempt: the hub has given it up
         self._idle.clear()
         task = asyncio.create_task(self._run_group(group), name=f"group {group.group_id}")
-        self._groups[group.group_id] = task
+        self._groups[group.group_id, group.attempt] = task
         task.add_done_callback(lambda _: self._forget(group))
         self._progress.moved(f"sampling {len(self._groups)} groups")
 
     def _cancel(self, group_id: str) -> None:
-        task = self._groups.get(group_id)
-        if task is not None:
-            task.cancel()
+        for (running, _), task in self._groups.items():
+            if running == group_id:
+                task.cancel()
 
     def _forget(self, group: PromptGroup) -> None:
-        self._groups.pop(group.group_id, None)
+        self._groups.pop((group.group_id, group.attempt), None)
         if not self._groups:
             self._idle.set()
 
@@ -156,9 +162,11 @@ class RolloutWorker:
         status: pb.GroupEnded.Status.ValueType = pb.GroupEnded.STATUS_GENERATED
         message = ""
         try:
-            await self._admitting.wait()
+            # The wait for an update counts too: the hub gives a group up by the time at which it was sent.
             async with asyncio.timeout(self._config.rollout.request_timeout_s):
-                await self._sample_and_put(group)
+                await self._admitted()
+                with self._sampling():
+                    await self._sample_and_put(group)
         except asyncio.CancelledError:
             status = pb.GroupEnded.STATUS_ABORTED
         except TimeoutError:
@@ -177,6 +185,23 @@ class RolloutWorker:
         self._progress.moved(f"sampling {len(self._groups) - 1} groups")
         ended = pb.GroupEnded(group_id=group.group_id, attempt=group.attempt, status=status, message=message)
         self._say(pb.WorkRequest(group_ended=ended))
+
+    async def _admitted(self) -> None:
+        """Wait until no update holds new groups back."""
+        while not self._admitting.is_set():  # the next update may close it again before this task goes on
+            await self._admitting.wait()
+
+    @contextlib.contextmanager
+    def _sampling(self) -> Generator[None]:
+        """What an update has to wait for, with `rollout.partial_rollout = false`."""
+        self._num_sampling += 1
+        self._at_rest.clear()
+        try:
+            yield
+        finally:
+            self._num_sampling -= 1
+            if self._num_sampling == 0:
+                self._at_rest.set()
 
     async def _sample_and_put(self, group: PromptGroup) -> None:
         prompt_ids = self._renderer.render(group.prompt)
