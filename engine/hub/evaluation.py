@@ -157,8 +157,17 @@ class EvalFlow:
 class Evaluator:
     """Runs evaluations before the steps that the configuration names, and after the last one."""
 
-    def __init__(self, state: HubState, flow: EvalFlow, prompts: Sequence[Prompt], name: str) -> None:
+    def __init__(
+        self,
+        state: HubState,
+        flow: EvalFlow,
+        prompts: Sequence[Prompt],
+        name: str,
+        *,
+        on_begun: Callable[[], None],
+    ) -> None:
         self._state = state
+        self._on_begun = on_begun
         self._flow = flow
         self._prompts = prompts
         self._name = name
@@ -181,6 +190,8 @@ class Evaluator:
         state = self._state
         started_s = state.clock.monotonic()
         current = self._flow.begin(step, self._prompts, version)
+        # Nothing else may happen any more that would send the groups out: after the last step all workers may be idle.
+        self._on_begun()
         state.changed()
         await self._until(lambda: not current.generating, "the answers to the held-out prompts", "the rollout workers")
         # Not just None: a batch may be asked for ahead before this evaluation is over.

@@ -134,6 +134,11 @@ class GroupFlow:
             self._workers.add(worker)
             self.queue.add_worker(worker, num_groups, serving)
 
+    def drain(self, worker: str) -> None:
+        """Give a worker nothing more; one that has not said yet what it can do has nothing anyway."""
+        if worker in self._workers:
+            self.queue.drain(worker)
+
     def in_flight(self, worker: str) -> list[PromptGroup]:
         """The groups that a worker has to generate; none for an unknown worker."""
         return [self._groups[name] for name in self.queue.in_flight(worker)] if worker in self._workers else []

@@ -219,7 +219,9 @@ class Hub:
     async def _evaluate(self) -> None:
         """Evaluate where it is due; ends the run after the last evaluation."""
         state = self.state
-        evaluator = Evaluator(state, self._evals, self._parts.eval_prompts, self._parts.eval_name)
+        evaluator = Evaluator(
+            state, self._evals, self._parts.eval_prompts, self._parts.eval_name, on_begun=self._rollouts.pump
+        )
         first, last = state.flow.window.step, state.config.run.steps
         for step in (step for step in range(first, last + 1) if evaluator.is_due(step)):
             if state.resume_from and step == first:

@@ -77,13 +77,15 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
             self._outboxes[worker].put_nowait(None)
             self._lose(worker)
         self._outboxes[worker] = outbox
-        self._take(worker, first)
-        reading = asyncio.create_task(self._read(worker, request_iterator, outbox), name=f"work of {worker}")
+        reading: asyncio.Task[None] | None = None
         try:
+            self._take(worker, first)
+            reading = asyncio.create_task(self._read(worker, request_iterator, outbox), name=f"work of {worker}")
             while (command := await outbox.get()) is not None:
                 yield command
         finally:
-            reading.cancel()
+            if reading is not None:
+                reading.cancel()
             if self._outboxes.get(worker) is outbox:
                 del self._outboxes[worker]
                 self._lose(worker)
@@ -158,7 +160,7 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
     def drain(self) -> None:
         """Ask every worker to finish what it runs and leave."""
         for worker, outbox in self._outboxes.items():
-            self._state.flow.queue.drain(worker)
+            self._state.flow.drain(worker)
             outbox.put_nowait(pb.WorkResponse(drain=True))
 
     # Groups in
@@ -246,7 +248,7 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
         for group in groups:
             self._settle(group.group_id, group.attempt)
             self._forget_records(group)
+        self._evals.worker_lost(worker)  # before anything is sent: it has no outbox any more
         self._on_ended(ended)
-        self._evals.worker_lost(worker)
         self._state.changed()
         self.pump()

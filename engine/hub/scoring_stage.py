@@ -66,6 +66,8 @@ class ScoringStage:
             self._state.end("failed", HeadraceError(f"scoring group {group.group_id}: {type(error).__name__}: {error}"))
 
     async def _score_train(self, group: PromptGroup) -> None:
+        if not self._state.flow.is_current(group.group_id, group.attempt):
+            return  # it ended before this task began
         records: Sequence[Stored] = self._state.train.table.records_of(group.group_id)
         outcomes = await self._outcomes(records)
         if not self._state.flow.is_current(group.group_id, group.attempt):
