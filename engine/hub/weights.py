@@ -7,7 +7,9 @@
 Invariants:
 - Nothing of a version is announced before it is sealed.
 - A receiver has one update at a time; the next is worked out from what it has acknowledged.
-- Payload files that no retained update needs are removed; a receiver that has one mapped keeps its bytes.
+- Payload files are removed that no retained update needs and no receiver was offered that has not answered yet; a
+  receiver that has one mapped keeps its bytes.
+- A receiver has one stream; a second one of the same name takes over, and what becomes of the first changes nothing.
 - Weights that did not change although they were trained are told of: without a word of it, rollouts would come from one
   policy for the whole run and look like growing staleness.
 """
@@ -60,6 +62,7 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
         self._receivers = ReceiverTable()
         self._paths: dict[PolicyVersion, Path] = {}
         self._offered: dict[str, PolicyVersion] = {}
+        self._streams: dict[str, object] = {}  # which stream of a receiver counts
         # Version, digest and number of updates when the last version was sealed.
         self._last: tuple[PolicyVersion | None, int, int] = (None, 0, 0)
         self._num_frozen = 0
@@ -139,7 +142,7 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
             )
 
     def _remove_unneeded(self) -> None:
-        retained = {manifest.version for manifest in self._chain.retained()}
+        retained = {manifest.version for manifest in self._chain.retained()}.union(self._offered.values())
         newest = self._chain.newest
         for version in [v for v in self._paths if v not in retained and newest is not None and v < newest]:
             with contextlib.suppress(FileNotFoundError):
@@ -155,9 +158,11 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
         receiver = request.receiver_id
         self._receivers.register(receiver, version_from_proto(request.have) if request.HasField("have") else None)
         self._offered.pop(receiver, None)
+        mine = self._streams[receiver] = object()
+        self._state.changed()
         try:
             while True:
-                await self._until_there_is_more(receiver)
+                await self._until_there_is_more(receiver, mine)
                 update = self._next_for(receiver)
                 self._offered[receiver] = update.manifest.version
                 path = update.local_path if request.same_host else ""
@@ -165,11 +170,16 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
                     update=update_to_proto(WeightUpdate(manifest=update.manifest, local_path=path))
                 )
         finally:
-            self._receivers.remove(receiver)
+            if self._streams.get(receiver) is mine:
+                del self._streams[receiver]
+                self._offered.pop(receiver, None)
+                self._receivers.remove(receiver)
 
-    async def _until_there_is_more(self, receiver: str) -> None:
+    async def _until_there_is_more(self, receiver: str, stream: object) -> None:
         def is_more() -> bool:
             self._state.refuse_if_ended()
+            if self._streams.get(receiver) is not stream:
+                raise FencedError(f"receiver {receiver!r} has subscribed again; this stream is over")
             if self._receivers.failures(receiver) >= _MAX_FAILURES:
                 raise WeightUpdateError(
                     f"{receiver} has failed {_MAX_FAILURES} updates in a row: {self._receivers.failure(receiver)}"
@@ -205,8 +215,12 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
     async def Acknowledge(self, request: pb.AcknowledgeRequest, context: "Context") -> pb.AcknowledgeResponse:
         ack = ack_from_proto(request.ack)
         receiver = request.receiver_id
+        newest = self._chain.newest
+        if newest is not None and ack.version > newest:
+            raise UsageError(f"receiver {receiver!r} says that it serves version {ack.version}; the newest is {newest}")
         moved = self._receivers.acknowledge(receiver, ack, self._chain.digest_of(ack.version))
         self._offered.pop(receiver, None)
+        self._remove_unneeded()
         if moved:
             self._state.reporting.parts.add("weights/pause_s", ack.pause_s)
             self._state.reporting.parts.add("weights/apply_s", ack.apply_s)

@@ -15,7 +15,7 @@ from headrace.buffers.async_table import AsyncTable
 from headrace.buffers.table import Table
 from headrace.engine.clock import SystemClock
 from headrace.engine.config import Config
-from headrace.engine.errors import FencedError, HeadraceError, WeightUpdateError
+from headrace.engine.errors import FencedError, HeadraceError, UsageError, WeightUpdateError
 from headrace.engine.hub.flow import GroupFlow
 from headrace.engine.hub.members import Limits, Members
 from headrace.engine.hub.reporting import Reporting
@@ -236,6 +236,47 @@ async def test_payload_frozen_equal_weights_after_an_update_are_told_of(tmp_path
     assert log.count("bit for bit") == 1
     assert "the weights of version 3 are bit for bit those of 2, although 1 updates were made" in log
     assert "learner.learning_rate" in log
+
+
+async def test_a_payload_stays_until_the_receiver_that_it_was_offered_to_has_answered(tmp_path: Path) -> None:
+    """It may let its samples run to their end first, for longer than several versions take."""
+    async with running(tmp_path) as hub:
+        publisher, subscriber, payloads = hub.publisher(), hub.subscriber(), tmp_path / "payloads"
+        async with contextlib.aclosing(subscriber.updates(START)) as updates:
+            await asyncio.to_thread(publisher.publish, part(payloads, 1))
+            update = await asyncio.wait_for(anext(updates), 10)
+            for version in (2, 3, 4):
+                await asyncio.to_thread(publisher.publish, part(payloads, version))
+            verify_payload(update)
+            ack = WeightAck(version=update.manifest.version, status=AckStatus.SERVING, digest=update.manifest.digest)
+            await subscriber.acknowledge(ack)
+            assert sorted(path.name for path in payloads.iterdir()) == ["v0-3.bin", "v0-4.bin"]
+
+
+async def test_a_receiver_that_subscribes_again_is_not_forgotten_with_its_old_stream(tmp_path: Path) -> None:
+    async with running(tmp_path) as hub:
+        old, new = hub.subscriber(), hub.subscriber()
+        async with contextlib.aclosing(old.updates(START)) as before, contextlib.aclosing(new.updates(START)) as after:
+            await asyncio.to_thread(hub.publisher().publish, part(tmp_path / "payloads", 1))
+            assert (await asyncio.wait_for(anext(before), 10)).manifest.version == PolicyVersion(0, 1)
+            update = await asyncio.wait_for(anext(after), 10)
+            ack = WeightAck(version=update.manifest.version, status=AckStatus.SERVING, digest=update.manifest.digest)
+            await new.acknowledge(ack)
+            with pytest.raises(FencedError, match="subscribed again"):
+                await asyncio.wait_for(anext(before), 10)
+            await asyncio.to_thread(hub.publisher().publish, part(tmp_path / "payloads", 2))
+            assert (await asyncio.wait_for(anext(after), 10)).manifest.version == PolicyVersion(0, 2)
+
+
+async def test_a_receiver_cannot_serve_a_version_that_was_never_made(tmp_path: Path) -> None:
+    """Taken at its word, it would be sent the newest version again and again."""
+    async with running(tmp_path) as hub:
+        subscriber = hub.subscriber()
+        async with contextlib.aclosing(subscriber.updates(START)) as updates:
+            await asyncio.to_thread(hub.publisher().publish, part(tmp_path / "payloads", 1))
+            await asyncio.wait_for(anext(updates), 10)
+            with pytest.raises(UsageError, match="the newest is 1"):
+                await subscriber.acknowledge(WeightAck(version=PolicyVersion(0, 7), status=AckStatus.SERVING))
 
 
 async def test_a_fenced_publisher_leaves_no_version(tmp_path: Path) -> None:
