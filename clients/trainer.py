@@ -137,6 +137,7 @@ class TrainerClient:
         """Finish the row of a step in metrics.jsonl, on one rank; `step` counts finished steps.
 
         Raises:
+            SchemaError: A metric has no declared key; figures of your own go under `actor/`. Nothing was reported.
             ActorLostError: The hub is gone.
         """
         self._hub.report(step, spans, metrics)

@@ -12,6 +12,7 @@ from headrace.engine.errors import FencedError, HeadraceError, UsageError
 from headrace.engine.hub.members import ROLE_NAMES, Member
 from headrace.engine.hub.state import HubState
 from headrace.engine.telemetry.events import Activity, LogLine, MetricsRow, RunEvent, RunStatus
+from headrace.engine.telemetry.metric_keys import declared
 from headrace.engine.transport.control import Span
 from headrace.engine.transport.convert import version_to_proto
 from headrace.v1 import control_pb2 as pb
@@ -84,6 +85,8 @@ class ControlHub(control_pb2_grpc.ControlServiceServicer):
 
     async def Report(self, request: pb.ReportRequest, context: "Context") -> pb.ReportResponse:
         state = self._state
+        for name in request.metrics:  # before anything counts: a trainer of one's own may have figures of its own
+            declared(name)
         spans = [Span(track=s.track, name=s.name, start_s=s.start_s, end_s=s.end_s) for s in request.spans]
         state.reporting.spans(spans)
         if request.step:

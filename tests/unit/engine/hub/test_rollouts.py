@@ -1,28 +1,15 @@
 """The hub's side of the workers' streams, evaluations and scoring, driven without sockets."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
-import msgspec
-
-from headrace.buffers.async_table import AsyncTable
-from headrace.buffers.table import Table
-from headrace.engine.clock import SystemClock
-from headrace.engine.config import Config
 from headrace.engine.hub.evaluation import EvalFlow, Evaluator
-from headrace.engine.hub.flow import Ended, GroupFlow
-from headrace.engine.hub.members import Limits, Members
-from headrace.engine.hub.reporting import Reporting
+from headrace.engine.hub.flow import Ended
 from headrace.engine.hub.rollouts import Rollouts
 from headrace.engine.hub.scoring_stage import ScoringStage
 from headrace.engine.hub.state import HubState
-from headrace.engine.hub.streak import FailureStreak
-from headrace.engine.hub.waits import Changes, WaitBoard
-from headrace.engine.telemetry.run_folder import RunFolder
 from headrace.engine.transport.convert import version_to_proto
 from headrace.engine.types import DropReason, PolicyVersion, Prompt, PromptGroup, RewardOutcome, RewardSample
 from headrace.v1 import rollout_pb2 as pb
@@ -74,29 +61,8 @@ class Worker:
             self.got.put_nowait(command)
 
 
-@contextlib.contextmanager
-def bench(tmp_path: Path) -> Any:
-    config = Config()
-    schedule = msgspec.structs.replace(config.schedule, group_size=2, groups_per_step=1)
-    config = msgspec.structs.replace(config, schedule=schedule)
-    clock = SystemClock()
-    board = WaitBoard(clock)
-    folder = RunFolder.create(tmp_path / "runs", "run", "", clock.wall())
-    state = HubState(
-        run_id="run",
-        config=config,
-        clock=clock,
-        board=board,
-        changes=Changes(clock, board),
-        flow=GroupFlow(config, START, clock),
-        members=Members(Limits(silent_s=60, loading_s=60, working_s=60)),
-        reporting=Reporting(folder, clock),
-        streak=FailureStreak(1),
-        train=AsyncTable(Table("train", required_columns=("reward", "advantage"))),
-        evals=AsyncTable(Table("eval")),
-        version=START,
-    )
-    evals = EvalFlow(config)
+def bench(state: HubState) -> Bench:
+    evals = EvalFlow(state.config)
     generated: list[PromptGroup] = []
     ended: list[Ended] = []
     holder: list[Rollouts] = []
@@ -108,58 +74,54 @@ def bench(tmp_path: Path) -> Any:
 
     rollouts = Rollouts(state, evals, on_generated=generated.append, on_ended=on_ended)
     holder.append(rollouts)
-    try:
-        yield Bench(state, evals, rollouts, generated, ended)
-    finally:
-        state.reporting.close()
-        folder.close()
+    return Bench(state, evals, rollouts, generated, ended)
 
 
-async def test_held_out_prompts_go_out_although_nothing_else_happens(tmp_path: Path) -> None:
+async def test_held_out_prompts_go_out_although_nothing_else_happens(hub_state: HubState) -> None:
     """After the last step, without a version to publish, no worker says anything any more."""
-    with bench(tmp_path) as it:
-        worker = Worker(it.rollouts)
-        worker.enlist()
-        it.state.flow.admit(Prompt(prompt_id="p", token_ids=(1,)))
-        it.rollouts.pump()
-        await worker.next()  # it is enlisted
-        evaluator = Evaluator(
-            it.state, it.evals, [Prompt(prompt_id="e", token_ids=(1,))], "task", on_begun=it.rollouts.pump
-        )
-        running = asyncio.create_task(evaluator.run(0, START))
-        assert (await worker.next()).group.table == "eval"
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await worker.leave()
+    it = bench(hub_state)
+    worker = Worker(it.rollouts)
+    worker.enlist()
+    it.state.flow.admit(Prompt(prompt_id="p", token_ids=(1,)))
+    it.rollouts.pump()
+    await worker.next()  # it is enlisted
+    evaluator = Evaluator(
+        it.state, it.evals, [Prompt(prompt_id="e", token_ids=(1,))], "task", on_begun=it.rollouts.pump
+    )
+    running = asyncio.create_task(evaluator.run(0, START))
+    assert (await worker.next()).group.table == "eval"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await worker.leave()
 
 
-async def test_a_worker_that_has_not_said_what_it_can_do_does_not_stop_a_run_from_ending(tmp_path: Path) -> None:
-    with bench(tmp_path) as it:
-        worker = Worker(it.rollouts)
-        worker.say()
-        worker.say(serving=version_to_proto(START))
-        for _ in range(10):  # until both messages are read
-            await asyncio.sleep(0)
-        assert it.rollouts.serving() == {"w": START}
-        it.rollouts.drain()
-        assert (await worker.next()).drain
-        await worker.leave()
+async def test_a_worker_that_has_not_said_what_it_can_do_does_not_stop_a_run_from_ending(hub_state: HubState) -> None:
+    it = bench(hub_state)
+    worker = Worker(it.rollouts)
+    worker.say()
+    worker.say(serving=version_to_proto(START))
+    for _ in range(10):  # until both messages are read
+        await asyncio.sleep(0)
+    assert it.rollouts.serving() == {"w": START}
+    it.rollouts.drain()
+    assert (await worker.next()).drain
+    await worker.leave()
 
 
-async def test_what_waits_for_a_worker_is_not_sent_to_the_one_that_is_being_lost(tmp_path: Path) -> None:
-    with bench(tmp_path) as it:
-        worker = Worker(it.rollouts)
-        worker.enlist()
-        it.state.flow.admit(Prompt(prompt_id="p", token_ids=(1,)))
-        it.rollouts.pump()
-        await worker.next()
-        it.evals.begin(0, [Prompt(prompt_id="e", token_ids=(1,))], START)
-        await worker.leave()
-        other = Worker(it.rollouts, "other")
-        other.enlist()
-        tables = {(await other.next()).group.table for _ in range(2)}
-        assert tables == {"eval", "train"}
-        await other.leave()
+async def test_what_waits_for_a_worker_is_not_sent_to_the_one_that_is_being_lost(hub_state: HubState) -> None:
+    it = bench(hub_state)
+    worker = Worker(it.rollouts)
+    worker.enlist()
+    it.state.flow.admit(Prompt(prompt_id="p", token_ids=(1,)))
+    it.rollouts.pump()
+    await worker.next()
+    it.evals.begin(0, [Prompt(prompt_id="e", token_ids=(1,))], START)
+    await worker.leave()
+    other = Worker(it.rollouts, "other")
+    other.enlist()
+    tables = {(await other.next()).group.table for _ in range(2)}
+    assert tables == {"eval", "train"}
+    await other.leave()
 
 
 @dataclass
@@ -173,15 +135,15 @@ class NoReward:
         return []
 
 
-async def test_a_group_that_ends_before_its_scoring_begins_does_not_end_the_run(tmp_path: Path) -> None:
-    with bench(tmp_path) as it:
-        reward = NoReward()
-        stage = ScoringStage(it.state, it.evals, cast(Any, reward), cast(Any, None), on_ended=it.ended.extend)
-        group = it.state.flow.admit(Prompt(prompt_id="p", token_ids=(1,)))
-        stage.submit(group)
-        it.state.flow.drop(group.group_id, group.attempt, DropReason.STALE)
-        it.state.train.drop_group(group.group_id, "stale")
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert it.state.ended == "" and not reward.asked
-        await stage.close()
+async def test_a_group_that_ends_before_its_scoring_begins_does_not_end_the_run(hub_state: HubState) -> None:
+    it = bench(hub_state)
+    reward = NoReward()
+    stage = ScoringStage(it.state, it.evals, cast(Any, reward), cast(Any, None), on_ended=it.ended.extend)
+    group = it.state.flow.admit(Prompt(prompt_id="p", token_ids=(1,)))
+    stage.submit(group)
+    it.state.flow.drop(group.group_id, group.attempt, DropReason.STALE)
+    it.state.train.drop_group(group.group_id, "stale")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert it.state.ended == "" and not reward.asked
+    await stage.close()
