@@ -107,11 +107,12 @@ class EvalFlow:
             self._workers.add(worker)
             self._queue.add_worker(worker, num_groups, serving)
 
-    def worker_lost(self, worker: str) -> None:
+    def worker_lost(self, worker: str) -> list[PromptGroup]:
         """Its groups begin anew elsewhere, as the same attempt: nothing of it can have been accepted twice."""
-        if worker in self._workers:
-            self._workers.remove(worker)
-            self._queue.worker_lost(worker)
+        if worker not in self._workers:
+            return []
+        self._workers.remove(worker)
+        return [self._groups[group_id] for group_id in self._queue.worker_lost(worker)]
 
     def next_dispatch(self) -> Dispatch | None:
         """The next group to send; None when no worker can take one."""

@@ -228,6 +228,11 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
             if due_s > now_s:
                 continue
             self._settle(group_id, attempt)
+            if self._evals.owns(group_id):
+                self._evals.ended(group_id, attempt, is_generated=False)
+                self._state.changed()
+                self.pump()
+                continue
             group = self._state.flow.group(group_id)
             if group is not None and group.attempt == attempt:
                 self._again(group, "the worker held it for too long")
@@ -248,7 +253,8 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
         for group in groups:
             self._settle(group.group_id, group.attempt)
             self._forget_records(group)
-        self._evals.worker_lost(worker)  # before anything is sent: it has no outbox any more
+        for group in self._evals.worker_lost(worker):  # before anything is sent: it has no outbox any more
+            self._settle(group.group_id, group.attempt)
         self._on_ended(ended)
         self._state.changed()
         self.pump()

@@ -124,6 +124,33 @@ async def test_what_waits_for_a_worker_is_not_sent_to_the_one_that_is_being_lost
     await other.leave()
 
 
+async def test_a_held_out_prompt_that_a_worker_holds_for_too_long_is_given_out_again(hub_state: HubState) -> None:
+    it = bench(hub_state)
+    worker = Worker(it.rollouts)
+    worker.enlist()
+    it.evals.begin(0, [Prompt(prompt_id="e", token_ids=(1,))], START)
+    first = (await worker.next()).group
+    it.rollouts.overdue(hub_state.clock.monotonic() + hub_state.config.rollout.request_timeout_s + 60)
+    second = (await worker.next()).group
+    assert (second.group_id, second.attempt) == (first.group_id, first.attempt + 1)
+    await worker.leave()
+
+
+async def test_the_spans_of_a_lost_worker_are_over(hub_state: HubState) -> None:
+    it = bench(hub_state)
+    worker = Worker(it.rollouts)
+    worker.enlist()
+    it.evals.begin(0, [Prompt(prompt_id="e", token_ids=(1,))], START)
+    hub_state.flow.admit(Prompt(prompt_id="p", token_ids=(1,)))
+    it.rollouts.pump()
+    for _ in range(2):
+        await worker.next()
+    lost_s = hub_state.clock.wall()
+    await worker.leave()
+    figures = hub_state.reporting.timeline.figures(lost_s + 10, lost_s + 20)
+    assert figures["idle_ratio/rollout"] == 1.0
+
+
 @dataclass
 class NoReward:
     """Must not be asked."""
