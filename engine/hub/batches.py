@@ -150,7 +150,7 @@ class HubBuffer:
         state = self._state
         if order.table != TRAIN_TABLE:
             raise SchemaError(f"table {order.table!r} is not trained on; take from {TRAIN_TABLE!r}")
-        if order.num_ranks != state.config.learner.num_ranks:
+        if order.num_ranks != state.config.learner.num_ranks or order.rank >= order.num_ranks:
             raise FencedError(
                 f"rank {order.rank} says that there are {order.num_ranks} ranks; learner.num_ranks is "
                 f"{state.config.learner.num_ranks}"
