@@ -3,6 +3,9 @@
 A polite guest: it installs no signal handlers, replaces no event loop, seeds no global generator, configures no logging
 and closes nothing that it did not open. The hub is a child process by default, so that blocking code of the host cannot
 stall it.
+
+Do not fork beside it: a forked child of a process that uses gRPC may crash or hang (`multiprocessing` has "spawn" and
+"forkserver"). The engine is not harmed by one, and its own processes are spawned.
 """
 
 import asyncio

@@ -22,7 +22,7 @@ from headrace.engine.config.suggest import unknown_key
 from headrace.engine.errors import ConfigError
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = (), text: str | None = None) -> Config:
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), text: str | None = None) -> Config:
     """Read and check a whole configuration. Reads one file; blocks as long as that takes.
 
     Args:
@@ -39,13 +39,13 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), text: str | No
     return config
 
 
-def read_config(path: Path | None, overrides: Sequence[str] = (), text: str | None = None) -> Config:
+def read_config(path: str | Path | None, overrides: Sequence[str] = (), text: str | None = None) -> Config:
     """Like `load_config`, without the checks between keys: for showing a configuration that is not complete yet."""
     values: dict[str, Any] = {}
     if text is not None or path is not None:
         name = str(path) if path is not None else "<text>"
         try:
-            content = text if text is not None else _read(cast(Path, path))
+            content = text if text is not None else _read(Path(cast("str | Path", path)))
             _flatten(tomllib.loads(content), "", values, {})
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{name} is not TOML: {error}") from error

@@ -1,8 +1,10 @@
 """The FSDP trainer on real gloo ranks: the same numbers on one, two and three of them."""
 
 import json
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +38,8 @@ ADVANTAGES = [1.0, -0.5, 0.25, -0.75, 2.0, 0.125]
 def run_ranks(num_ranks: int, scenario: str, model_dir: Path, folder: Path) -> list[dict[str, Any]]:
     """Run `scenario` in that many processes, and return what each wrote."""
     folder.mkdir(parents=True, exist_ok=True)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, scenario, str(rank), str(num_ranks), str(model_dir), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
+    (folder / "meet").unlink(missing_ok=True)
+    ranks = [start_rank(scenario, rank, num_ranks, model_dir, folder) for rank in range(num_ranks)]
     try:
         outputs = [rank.communicate(timeout=150) for rank in ranks]
     finally:
@@ -54,6 +49,12 @@ def run_ranks(num_ranks: int, scenario: str, model_dir: Path, folder: Path) -> l
     for rank, (_, errors) in zip(ranks, outputs, strict=True):
         assert rank.returncode == 0, errors
     return [{**json.loads(out.splitlines()[-1]), "log": errors} for out, errors in outputs]
+
+
+def start_rank(scenario: str, rank: int, num_ranks: int, model_dir: Path, folder: Path) -> "subprocess.Popen[str]":
+    """One rank of a scenario."""
+    argv = [sys.executable, __file__, scenario, str(rank), str(num_ranks), str(model_dir), str(folder)]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,36 @@ def test_nonfinite_grad_of_one_rank_skips_the_step_on_both_and_a_streak_ends_the
     assert "g/5/0" in bad and "not finite" in good
 
 
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_atomic_checkpoint_a_killed_rank_costs_at_most_the_checkpoint_being_saved(tmp_path: Path) -> None:
+    """K-022: of two ranks that save for ever one is killed; the other is ended as a supervisor would do it."""
+    model_dir, folder = build_tiny_model(tmp_path / "model", "llama", tied=True), tmp_path / "run"
+    folder.mkdir()
+    rng = random.Random(0)
+    reported = 0
+    for victim in (1, 0):
+        (folder / "meet").unlink(missing_ok=True)
+        ranks = [start_rank("save", rank, 2, model_dir, folder) for rank in range(2)]
+        try:
+            out = ranks[0].stdout
+            assert out is not None
+            reported = int(out.readline())
+            time.sleep(rng.uniform(0, 0.05))  # a random moment of the saves that follow
+            ranks[victim].kill()
+            ranks[victim].wait()
+        finally:
+            for rank in ranks:
+                rank.kill()
+        rest = ranks[0].communicate()[0].split()
+        ranks[1].communicate()
+        reported = int(rest[-1]) if rest else reported
+        latest = find_latest(folder / "checkpoints")
+        assert latest is not None and int(latest.name.removeprefix("step-")) >= reported, victim
+    for report in run_ranks(2, "resume", model_dir, folder):
+        assert report["version"] == [0, 2]
+
+
 # What runs in each rank.
 
 
@@ -200,6 +231,19 @@ def train(trainer: FsdpTrainer, rank: int, num_ranks: int, folder: Path) -> dict
     return {"metrics": metrics}
 
 
+def save(trainer: FsdpTrainer, rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
+    """Save for ever; rank 0 tells each step that is complete."""
+    latest = find_latest(folder / "checkpoints")
+    step = int(latest.name.removeprefix("step-")) if latest else 0
+    trainer.step(share(0, rank, num_ranks))
+    store = CheckpointStore(folder / "checkpoints", keep=1, rank=rank)
+    while True:
+        step += 1
+        store.save(trainer, step)
+        if rank == 0:
+            print(step, flush=True)
+
+
 def resume(trainer: FsdpTrainer, rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
     latest = find_latest(folder / "checkpoints")
     assert latest is not None
@@ -242,7 +286,9 @@ def rank_main(scenario: str, rank: int, num_ranks: int, model_dir: Path, folder:
         num_ranks=num_ranks,
         init_method=f"file://{folder}/meet",
     )
-    report = {"train": train, "resume": resume, "poison": poison}[scenario](trainer, rank, num_ranks, folder)
+    report = {"train": train, "save": save, "resume": resume, "poison": poison}[scenario](
+        trainer, rank, num_ranks, folder
+    )
     trainer.close()
     print(json.dumps(report))
 

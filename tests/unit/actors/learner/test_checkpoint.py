@@ -92,10 +92,14 @@ def test_other_ranks_write_their_part_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_atomic_checkpoint_a_kill_at_any_moment_costs_at_most_the_one_being_saved(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    reported = 0
-    for _ in range(6):
+@pytest.mark.parametrize("num_kills", [20, pytest.param(50, marks=pytest.mark.full)])
+def test_atomic_checkpoint_a_kill_at_any_moment_costs_at_most_the_one_being_saved(
+    tmp_path: Path, num_kills: int
+) -> None:
+    """K-022; each process finds and removes what the one before it left."""
+    rng = random.Random(num_kills)
+    reported = leftovers = 0
+    for _ in range(num_kills):
         saver = subprocess.Popen([sys.executable, "-c", _SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert saver.stdout is not None
         reported = int(saver.stdout.readline())  # at least one more is complete
@@ -110,5 +114,7 @@ def test_atomic_checkpoint_a_kill_at_any_moment_costs_at_most_the_one_being_save
         assert latest is not None and is_complete(latest)
         assert int(latest.name.removeprefix("step-")) >= reported
         assert (latest / "hub.json").read_bytes() == b"{}"
+        leftovers += any(path.name.startswith(".partial-") for path in tmp_path.iterdir())
+    assert leftovers > num_kills / 4, "the kills did not fall into saves"
     save(CheckpointStore(tmp_path, keep=1, rank=0), 10**6)
     assert [path.name for path in tmp_path.iterdir()] == ["step-01000000"]

@@ -28,6 +28,7 @@ def test_a_minimal_file_gives_the_defaults_for_the_rest(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(MINIMAL)
     config = load_config(file)
+    assert load_config(str(file)) == config
     assert config.model.path == "some/model"
     assert config.schedule == ScheduleConfig()
 

@@ -64,6 +64,30 @@ def test_token_mean_microbatch_loss_and_gradient_do_not_depend_on_the_cut() -> N
         assert w.grad is not None and w.grad.item() == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_token_mean_ranks_divide_by_the_tokens_of_all(num_ranks: int) -> None:
+    """Nine tokens of 1 and one of 11, on however many ranks: summed over them 2, and never 6."""
+    tokens = [1.0] * 9 + [11.0]
+    costs = [tokens[:9], tokens[9:]] if num_ranks == 2 else [tokens[rank::num_ranks] for rank in range(num_ranks)]
+    losses, gradients = [], []
+    for rank in costs:
+        w = torch.tensor(1.0, requires_grad=True)
+        batch = inputs(
+            w.log().expand(len(rank)),
+            -torch.tensor(rank),
+            num_loss_tokens=10,
+            proximal_logprobs=torch.zeros(len(rank)),
+        )
+        loss = policy_loss(batch, PLAIN).loss
+        loss.backward()
+        assert w.grad is not None
+        losses.append(loss.item())
+        gradients.append(w.grad.item())
+    assert sum(losses) == pytest.approx(2.0) and sum(gradients) == pytest.approx(2.0)
+    if num_ranks == 2:
+        assert losses == pytest.approx([0.9, 1.1])
+
+
 def test_token_mean_microbatch_covers_the_kl_and_entropy_terms() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(12, generator=generator)

@@ -1,0 +1,58 @@
+"""K-028: a run that was killed and resumed trains each prompt of its epoch exactly once."""
+
+import os
+import signal
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+Train = Any  # the fixture of conftest.py
+
+STEPS, GROUPS_PER_STEP = 12, 2
+OPTIONS = (
+    f"--run.steps={STEPS}",
+    "--data.epochs=1",
+    "--learner.checkpoint_steps=2",
+    "--schedule.max_staleness=2",
+    "--rollout.max_tokens=60",
+)
+
+
+def trained(train: Train) -> Counter[str]:
+    """How many samples of each prompt were trained on, by the prompt's only number."""
+    lines = (train.run_folder / "samples.jsonl").read_bytes().splitlines()
+    return Counter(msgspec.json.decode(line)["prompt"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [(1, 2), pytest.param((2, 1), marks=pytest.mark.full)],
+    ids=["then two workers", "then one worker"],
+)
+def test_resume_prompts_each_prompt_of_an_epoch_is_trained_on_once(train: Train, workers: tuple[int, int]) -> None:
+    train.write_prompts([{"prompt": [n + 1, 2, 3], "answer": n} for n in range(STEPS * GROUPS_PER_STEP)])
+    train.start_learner(step_s=0.1)
+    process = train.start(f"--rollout.num_workers={workers[0]}", *OPTIONS)
+    train.until(lambda: list((train.folder / "runs").glob("*/checkpoints/step-00000004/manifest.json")))
+    # In the middle of a step that no checkpoint covers, with groups in flight and in the buffer.
+    train.until_doing("training step")
+    os.kill(process.pid, signal.SIGKILL)
+    train.finish(process)
+    train.until(lambda: not train.pids())
+    checkpoint = max((train.run_folder / "checkpoints").glob("step-*"))
+    prompts = msgspec.json.decode((checkpoint / "hub.json").read_bytes())["prompts"]
+    assert len(prompts["unfinished"]) >= GROUPS_PER_STEP, "nothing was handed out when the checkpoint was written"
+    before = trained(train)
+    assert 0 < len(before) < STEPS * GROUPS_PER_STEP
+    train.start_learner()
+    ended = train.run("--resume", str(train.run_folder), f"--rollout.num_workers={workers[1]}", *OPTIONS)
+    assert ended.code == 0, (ended, train.log())
+    assert [row["step"] for row in train.rows()] == list(range(1, STEPS + 1))
+    after = trained(train)
+    assert len(after) == STEPS * GROUPS_PER_STEP, "a prompt was lost"
+    assert set(after.values()) == {2}, "a prompt was trained on twice"
+    assert before.keys() < after.keys()
