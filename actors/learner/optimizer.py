@@ -1,6 +1,6 @@
 # pyright: basic
 # torch is only partly typed.
-"""AdamW with linear warm-up and decay, and clipping on the global norm; a step whose norm is not finite changes nothing.
+"""AdamW with linear warm-up and decay, clipped on the global norm; a step whose norm is not finite changes nothing.
 
 Invariant: the decision to skip is taken on a reduced number, so ranks cannot disagree. Skipping touches neither
 weights, moments nor schedule.
