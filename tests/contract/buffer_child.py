@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import re
 import resource
 import sys
+from pathlib import Path
 from typing import Any
 
 from headrace.engine.errors import HeadraceError
@@ -47,7 +49,9 @@ async def serve(address: str, options: dict[str, Any]) -> None:
                 table.consumer_lost(*arguments)
                 say("done")
             elif command == "memory":
-                peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                # Not ru_maxrss, which a spawned process takes over from its parent.
+                status = Path("/proc/self/status").read_text()
+                peak_bytes = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
                 with open("/proc/self/statm") as statm:
                     now_bytes = int(statm.read().split()[1]) * resource.getpagesize()
                 say({"peak": peak_bytes, "now": now_bytes, "tasks": len(asyncio.all_tasks())})
