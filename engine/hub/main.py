@@ -48,6 +48,7 @@ async def run_hub(config: Config, address: str, resume: Path | None) -> None:
     Raises:
         UsageError: The configuration names something that does not exist, or there is nothing to resume from.
         StorageError: The run folder cannot be written.
+        HeadraceError: The run failed; its files are written and its processes ended.
     """
     goes_on = None if resume is None else await asyncio.to_thread(find_resume, resume)
     parts = await asyncio.to_thread(compose, config)
@@ -62,6 +63,9 @@ async def run_hub(config: Config, address: str, resume: Path | None) -> None:
         folder.close()
         raise
     await hub.run(address)
+    # Whoever was not told in time by an event hears it from the end of this process or task.
+    if hub.state.error is not None:
+        raise hub.state.error
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
