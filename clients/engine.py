@@ -20,7 +20,6 @@ from typing import Self
 import grpc.aio
 
 from headrace.clients.run_events import event_from_proto
-from headrace.engine import errors
 from headrace.engine.config import Config, check_config, effective_toml
 from headrace.engine.errors import ActorLostError, DeadlineError, HeadraceError
 from headrace.engine.hub.main import run_hub
@@ -267,8 +266,3 @@ class Engine:
     def _stub(self) -> "control_pb2_grpc.ControlServiceAsyncStub":
         assert self._channel is not None, "enter the engine first"
         return control_pb2_grpc.ControlServiceStub(self._channel)
-
-
-def error_of(result: RunResult) -> HeadraceError:
-    """The error of a failed run."""
-    return errors.RunError(result.error or "the run failed")

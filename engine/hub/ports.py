@@ -1,9 +1,8 @@
 """What the hub needs of the roles that it composes but does not import."""
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
-from headrace.engine.hub.scoring import Stored
 from headrace.engine.scheduling.leases import Commit, Lease
 from headrace.engine.types.records import RecordHeader
 
@@ -48,14 +47,6 @@ class TableStats(Protocol):
 
     @property
     def num_sampled(self) -> int: ...
-
-
-class Records(Protocol):
-    """The synchronous core of a table."""
-
-    def records_of(self, group_id: str) -> Sequence[Stored]: ...
-
-    def ready_groups(self) -> Sequence[ReadyGroup]: ...
 
 
 class TablePort(Protocol):

@@ -154,7 +154,3 @@ def sample_row(kind: str, step: int, trajectory: Trajectory, reward: float) -> S
         num_tokens=len(trajectory.response_token_ids),
         finish_reason=trajectory.finish_reason.name.lower(),
     )
-
-
-def activity_of(role: str, member: int, doing: str, since_s: float) -> Activity:
-    return Activity(role=role, member=member, doing=doing, since_s=since_s)
