@@ -248,6 +248,8 @@ class FsdpTrainer:
             advantages=self._algorithm.token_advantages(micro_batch),
             num_loss_tokens=batch.num_loss_tokens,
             num_sequences=batch.num_sequences,
+            num_groups=batch.num_groups,
+            kl_coef=self._config.algorithm.kl_coef,
         )
 
     def _report_skip(self, batch: StepBatch, sums: StepSums) -> None:

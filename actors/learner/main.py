@@ -10,6 +10,7 @@ from headrace.actors.learner.fsdp_trainer import FsdpTrainer
 from headrace.actors.learner.loop import LearnerLoop
 from headrace.actors.models import resolve_model
 from headrace.engine.clock import SystemClock
+from headrace.engine.config.resolve import algorithm_config
 from headrace.engine.interfaces import Algorithm, TrainerBackend
 from headrace.engine.plugins import load_entry_point
 from headrace.engine.transport.control import BlockingControlClient, Joined
@@ -56,7 +57,9 @@ def run_rank(hub: str, member_id: str, rank: int, load: Callable[[Joined], Train
 
 
 def _load(run: Joined, rank: int, rendezvous: str) -> FsdpTrainer:
-    algorithm = cast(Any, load_entry_point("headrace.algorithms", run.config.algorithm.name))(run.config.algorithm)
+    algorithm = cast(Any, load_entry_point("headrace.algorithms", run.config.algorithm.name))(
+        algorithm_config(run.config)
+    )
     trainer = FsdpTrainer.from_config(
         run.config,
         resolve_model(run.config.model.path),

@@ -1,14 +1,19 @@
 """The configuration: its schema, and how it is loaded, checked and printed."""
 
+from headrace.engine.config.algorithm import (
+    AlgorithmConfig,
+    GaeConfig,
+    ImportanceConfig,
+    KlConfig,
+    ShapingConfig,
+)
 from headrace.engine.config.loader import check_config, load_config, read_config
 from headrace.engine.config.render import describe_schema, effective_toml
 from headrace.engine.config.schema import (
-    AlgorithmConfig,
     BufferConfig,
     Config,
     DataConfig,
     EvalConfig,
-    ImportanceConfig,
     LearnerConfig,
     ModelConfig,
     RewardConfig,
@@ -24,13 +29,16 @@ __all__ = [
     "Config",
     "DataConfig",
     "EvalConfig",
+    "GaeConfig",
     "ImportanceConfig",
+    "KlConfig",
     "LearnerConfig",
     "ModelConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
     "ScheduleConfig",
+    "ShapingConfig",
     "TimeoutConfig",
     "check_config",
     "describe_schema",

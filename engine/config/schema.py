@@ -6,14 +6,10 @@ know; `ALIASES` holds the other names that are understood.
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
+from headrace.engine.config.algorithm import AlgorithmConfig
+from headrace.engine.config.fields import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 # Other names of `section.key`, each with the canonical one.
 ALIASES = {
@@ -23,10 +19,6 @@ ALIASES = {
     "learner.max_tokens_per_gpu": "learner.token_budget",
     "learner.lr": "learner.learning_rate",
 }
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all sections."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -94,27 +86,6 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
     stale_policy: Literal["wait", "drop"] = "wait"
     weight_sync_steps: Positive = 1  # publish every so many steps
     max_inflight: NonNegative = 0  # groups running at once over all engines; 0: the staleness window
-
-
-class ImportanceConfig(Section, frozen=True, kw_only=True):
-    """Correction for the difference between sampler and learner."""
-
-    level: Literal["token", "sequence"] = "token"
-    kind: Literal["tis", "mask", "none"] = "tis"
-    cap: PositiveFloat = 2.0
-
-
-class AlgorithmConfig(Section, frozen=True, kw_only=True):
-    """The RL method."""
-
-    name: str = "grpo"  # an entry point of headrace.algorithms
-    clip_low: NonNegativeFloat = 0.2
-    clip_high: NonNegativeFloat = 0.28
-    normalize_std: bool = True  # divide centred rewards by the group's sample deviation
-    kl_coef: NonNegativeFloat = 0.0
-    entropy_coef: NonNegativeFloat = 0.0
-    skip_zero_variance: bool = True  # groups whose rewards are all equal take no forward pass
-    importance: ImportanceConfig = ImportanceConfig()
 
 
 class LearnerConfig(Section, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 
 from headrace.engine.config import Config
+from headrace.engine.config.resolve import algorithm_config
 from headrace.engine.errors import FormatError, UsageError
 from headrace.engine.hub.early import check_names, check_prompts_last
 from headrace.engine.hub.ports import TablePort
@@ -64,7 +65,7 @@ def compose(config: Config) -> Parts:
         source=source,
         eval_prompts=cast("list[Prompt]", create_eval_source(config)),
         eval_name=config.data.task or Path(config.eval.path or config.data.path).stem or "eval",
-        algorithm=cast(Algorithm, algorithm(config.algorithm)),
+        algorithm=cast(Algorithm, algorithm(algorithm_config(config))),
     )
 
 

@@ -3,7 +3,16 @@
 None of them needs torch; arrays are numpy. Types that are encoded as records or configuration are msgspec structs.
 """
 
-from headrace.engine.types.learning import BatchPlan, MicroBatch, MicroBatchPlan, RankPlan, StepBatch, StepResult
+from headrace.engine.types.learning import (
+    AlgorithmTraits,
+    BatchPlan,
+    ColumnName,
+    MicroBatch,
+    MicroBatchPlan,
+    RankPlan,
+    StepBatch,
+    StepResult,
+)
 from headrace.engine.types.policy import PolicyVersion, VersionSpan
 from headrace.engine.types.reward import RewardOutcome, RewardSample, RewardStatus
 from headrace.engine.types.rollout import (
@@ -34,8 +43,10 @@ from headrace.engine.types.weights import (
 
 __all__ = [
     "AckStatus",
+    "AlgorithmTraits",
     "BatchPlan",
     "BucketEncoding",
+    "ColumnName",
     "DropReason",
     "EngineState",
     "FinishReason",

@@ -1,5 +1,7 @@
 """What the learner works on: plans, packed micro-batches and results."""
 
+from typing import Literal
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +40,33 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_groups: int
 
 
+ColumnName = Literal["reference_logprobs", "teacher_logprobs", "values"]
+
+
+class AlgorithmTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the runtime has to know of an RL method.
+
+    Attributes:
+        trains_on: "rollouts" of the policy, "preference_pairs" of a table, or "demonstrations".
+        credit_scope: Credit needs one "group", or all groups of the "batch" at once.
+        min_group_size: Samples of one prompt without which nothing is learnt.
+        filters_groups: `keeps` may refuse a group, so that it is replaced.
+        skips_zero_credit: A sample with credit 0 has no gradient, so that it needs no forward pass.
+        whole_groups: The loss needs all members of a group in one micro-batch.
+        columns: What a micro-batch must carry besides the sampler's own columns.
+        needs_entropy: The loss reads the entropy.
+    """
+
+    trains_on: Literal["rollouts", "preference_pairs", "demonstrations"] = "rollouts"
+    credit_scope: Literal["group", "batch"] = "group"
+    min_group_size: int = 1
+    filters_groups: bool = False
+    skips_zero_credit: bool = False
+    whole_groups: bool = False
+    columns: tuple[ColumnName, ...] = ()
+    needs_entropy: bool = False
+
+
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Variable-length sequences laid end to end: N tokens of S sequences.
 
@@ -56,6 +85,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         temperature: float32 [S], the sampling temperature of each sequence.
         record_ids: S names, in order.
         lags: int32 [S], target step minus oldest version.
+        group_ids: int32 [S], which sequences belong to one group, numbered from 0 here; None: each alone.
+        reference_logprobs, teacher_logprobs: float32 [N], nats, at the same temperature; None where not asked for.
+        values: float32 [N], the critic's, in the state before each token; None without a critic.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -67,6 +99,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     temperature: npt.NDArray[np.float32]
     record_ids: tuple[str, ...]
     lags: npt.NDArray[np.int32]
+    group_ids: npt.NDArray[np.int32] | None = None
+    reference_logprobs: npt.NDArray[np.float32] | None = None
+    teacher_logprobs: npt.NDArray[np.float32] | None = None
+    values: npt.NDArray[np.float32] | None = None
 
 
 class StepBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -15,7 +15,7 @@ from headrace.actors.learner.fsdp_trainer import FsdpTrainer
 from headrace.actors.learner.packing import build_micro_batch
 from headrace.actors.models import load_causal_lm
 from headrace.actors.tiny import build_tiny_model
-from headrace.engine.config.schema import AlgorithmConfig, Config, LearnerConfig, ModelConfig
+from headrace.engine.config import AlgorithmConfig, Config, LearnerConfig, ModelConfig
 from headrace.engine.errors import ConfigError, FormatError, InputError, NonFiniteStreakError, StorageError
 from headrace.engine.interfaces import TrainerBackend
 from headrace.engine.types import (

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.actors.learner.advantages.group_relative import group_relative_advantages
-from headrace.engine.config.schema import AlgorithmConfig
+from headrace.engine.config import AlgorithmConfig
 from headrace.engine.errors import InputError
 from headrace.engine.interfaces import GroupRewards, LossInputs, LossOutput
-from headrace.engine.types import MicroBatch
+from headrace.engine.types import AlgorithmTraits, MicroBatch
 
 if TYPE_CHECKING:
     from headrace.actors.learner.losses.policy import PolicyLossOptions
@@ -27,6 +27,19 @@ class Grpo:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
+
+    @property
+    def traits(self) -> AlgorithmTraits:
+        """Credit within a group; equal rewards teach nothing."""
+        return AlgorithmTraits(min_group_size=2, skips_zero_credit=True, needs_entropy=bool(self.config.entropy_coef))
+
+    def shape_rewards(self, group: GroupRewards) -> npt.NDArray[np.float64]:
+        """The raw rewards."""
+        return group.rewards
+
+    def keeps(self, group: GroupRewards) -> bool:
+        """Every group."""
+        return True
 
     def assign_credit(self, groups: Sequence[GroupRewards]) -> list[npt.NDArray[np.float32]]:
         """Credit of each whole group: float32 [G] each, in order; 0 for groups whose rewards are all equal.

@@ -78,11 +78,15 @@ class PolicyLoss:
         loss: float32 [], to call `backward` on.
         sums: Detached float32 [] each, over this micro-batch's loss tokens.
         maxima: Detached float32 [] each, over the same tokens.
+        denominator: What the loss was divided by.
+        rejected: float32 [], rejected units of the denominator.
     """
 
     loss: Tensor
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor]
+    denominator: float
+    rejected: Tensor
 
 
 def policy_loss(inputs: LossInputs, options: PolicyLossOptions) -> PolicyLoss:
@@ -131,6 +135,8 @@ def policy_loss(inputs: LossInputs, options: PolicyLossOptions) -> PolicyLoss:
         loss=total / max(1, inputs.num_loss_tokens),
         sums={name: value.detach().float() for name, value in sums.items()},
         maxima={"importance_raw": highest.detach()},
+        denominator=float(max(1, inputs.num_loss_tokens)),
+        rejected=highest.new_zeros(()),
     )
 
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from headrace.actors.learner.algorithms.grpo import Grpo
-from headrace.engine.config.schema import AlgorithmConfig
+from headrace.engine.config import AlgorithmConfig
 from headrace.engine.errors import InputError
 from headrace.engine.interfaces import Algorithm
 
@@ -46,7 +46,7 @@ def test_a_bad_reward_names_its_group() -> None:
 def test_credit_needs_no_torch() -> None:
     program = (
         "import sys; from headrace.actors.learner.algorithms.grpo import Grpo\n"
-        "from headrace.engine.config.schema import AlgorithmConfig\n"
+        "from headrace.engine.config import AlgorithmConfig\n"
         "Grpo(AlgorithmConfig()).assign_credit([]); print('torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
