@@ -156,6 +156,7 @@ class HubBuffer:
                 f"{state.config.learner.num_ranks}"
             )
         state.refuse_if_ended()
+        state.members.rank_asked("learner", order.rank, state.clock.monotonic())
         lease = await state.train.take(
             order.step,
             lambda ready: self._choose(ids_of(ready), order.step),

@@ -259,7 +259,7 @@ class Hub:
                 self._actors.kill(member.member_id)
             still_s = now_s - state.last_progress_s
             limit_s = state.config.timeouts.no_progress_s
-            loading = any(member.doing.startswith(("starting", "loading")) for member in state.members.all())
+            loading = any(member.is_loading for member in state.members.all())
             if still_s > (limit_s + state.config.timeouts.start_s if loading else limit_s):
                 waits = "; ".join(f"{w.role} {w.member} waits for {w.waits_for}" for w in state.board.listing())
                 raise NoProgressError(f"nothing was sampled, scored or trained for {still_s:.0f} s: {waits}")

@@ -1,8 +1,11 @@
 """The members of a run and when one of them counts as lost.
 
-A pure state machine: times are passed in. A member is lost when its heartbeats stop, or when its progress counter
+A pure state machine: times are passed in. A member is lost when nothing is heard of it, or when its progress counter
 stands still for longer than its phase allows while it claims to be at work. Loading may take minutes with the GIL held,
 so it has a limit of its own.
+
+Invariant: a member that has asked for work is never taken for one that loads. Heartbeats go once a second and over a
+connection of their own, so the one that says "loading" may be the last that is heard before the work, or come after it.
 """
 
 from dataclasses import dataclass
@@ -24,9 +27,10 @@ class Member:
     """One process of the run.
 
     Attributes:
-        heard_s: Monotonic time of the last heartbeat.
+        heard_s: Monotonic time of the last heartbeat or request for work.
         moved_s: Monotonic time at which the progress counter last moved.
         doing: What it says that it does, since `doing_since_s` (Unix time).
+        has_asked: It has asked for work, so it has loaded, whatever its heartbeats said last.
     """
 
     member_id: str
@@ -41,6 +45,12 @@ class Member:
     doing: str = "starting"
     doing_since_s: float = 0.0
     event_loop_lag_s: float = 0.0
+    has_asked: bool = False
+
+    @property
+    def is_loading(self) -> bool:
+        """The limit for loading holds."""
+        return not self.has_asked and self.phase in (pb.PHASE_STARTING, pb.PHASE_LOADING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,15 +110,29 @@ class Members:
             member.doing, member.doing_since_s = beat.wait.waits_for, wall_s
         return changed
 
+    def asked(self, member_id: str, now_s: float) -> None:
+        """A member has asked for work; one that is not known is none of ours."""
+        member = self._members.get(member_id)
+        if member is None:
+            return
+        if not member.has_asked:
+            member.has_asked, member.moved_s = True, now_s
+        member.heard_s = now_s
+
+    def rank_asked(self, role: str, rank: int, now_s: float) -> None:
+        """The member of a role that has this rank has asked for work; see `asked`."""
+        for member in self.of_role(role):
+            if member.rank == rank:
+                self.asked(member.member_id, now_s)
+
     def lost(self, now_s: float) -> list[tuple[Member, ActorLostError]]:
         """Members that have passed a limit, each with the reason in words."""
         found: list[tuple[Member, ActorLostError]] = []
         for member in self._members.values():
             silent_s, still_s = now_s - member.heard_s, now_s - member.moved_s
-            is_loading = member.phase in (pb.PHASE_STARTING, pb.PHASE_LOADING)
-            if silent_s > (self._limits.loading_s if is_loading else self._limits.silent_s):
+            if silent_s > (self._limits.loading_s if member.is_loading else self._limits.silent_s):
                 found.append((member, ActorLostError(f"{member.member_id} has not been heard of for {silent_s:.0f} s")))
-            elif still_s > (self._limits.loading_s if is_loading else self._limits.working_s):
+            elif still_s > (self._limits.loading_s if member.is_loading else self._limits.working_s):
                 what = f"{member.member_id} has made no progress for {still_s:.0f} s while {member.doing}"
                 found.append((member, ActorLostError(what)))
         return found

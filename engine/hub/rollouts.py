@@ -107,6 +107,7 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
 
     def _take(self, worker: str, request: pb.WorkRequest) -> None:
         """One message of a worker."""
+        self._state.members.asked(worker, self._state.clock.monotonic())
         match request.WhichOneof("event"):
             case "capacity":
                 self._capacities[worker] = request.capacity

@@ -52,9 +52,9 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
 class Progress:
     """What a member's heartbeats say. Its own loop moves it; the heartbeat only reads. Safe across threads."""
 
-    def __init__(self, on_say: Callable[[], None] = lambda: None) -> None:
-        """`on_say` is called after `say`, so that a heartbeat can go at once."""
-        self._on_say = on_say
+    def __init__(self, on_news: Callable[[], None] = lambda: None) -> None:
+        """`on_news` is called after `say` and after a change of phase, so that a heartbeat can go at once."""
+        self._on_news = on_news
         self.phase: pb.Phase.ValueType = pb.PHASE_STARTING
         self.count = 0
         self.doing = ""
@@ -62,9 +62,9 @@ class Progress:
         self._notes: list[str] = []
 
     def say(self, note: str) -> None:
-        """Tell people something; goes with the next heartbeat."""
+        """Tell people something; goes with a heartbeat, at once."""
         self._notes.append(note)
-        self._on_say()
+        self._on_news()
 
     def take_notes(self) -> str:
         """What was said since the last call, one line."""
@@ -72,11 +72,12 @@ class Progress:
         return "; ".join(notes)
 
     def moved(self, doing: str, phase: "pb.Phase.ValueType | None" = None) -> None:
-        """Something got done; from now on the member does `doing`."""
+        """Something got done; from now on the member does `doing`. A change of phase is told at once."""
         self.count += 1
         self.doing = doing
-        if phase is not None:
+        if phase is not None and phase != self.phase:
             self.phase = phase
+            self._on_news()
 
 
 def join_request(role: "pb.Role.ValueType", member_id: str, rank: int, address: str) -> pb.JoinRequest:
@@ -119,11 +120,21 @@ def report_request(
 class ControlClient:
     """A member's line to the hub, for code on an event loop."""
 
-    def __init__(self, channel: grpc.aio.Channel, role: "pb.Role.ValueType", member_id: str) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        role: "pb.Role.ValueType",
+        member_id: str,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
         self._stub: control_pb2_grpc.ControlServiceAsyncStub = control_pb2_grpc.ControlServiceStub(channel)
         self._role = role
+        self._heartbeat_s = heartbeat_s
         self.member_id = member_id
-        self.progress = Progress()
+        self._loop: asyncio.AbstractEventLoop | None = None  # that of the heartbeats, while they go
+        self._news = asyncio.Event()
+        self.progress = Progress(self._wake)
 
     async def join(self, rank: int = 0, address: str = "") -> Joined:
         """Join the run; waits for the hub for at most 30 s.
@@ -139,12 +150,22 @@ class ControlClient:
             raise error_from_rpc(error, "joining the run") from error
 
     async def heartbeats(self) -> None:
-        """Send a heartbeat a second until the hub says stop; then returns. Cancel to end it sooner.
+        """Send a heartbeat every `heartbeat_s`, and one with news at once, until the hub says stop; then returns.
+
+        Cancelling ends it sooner.
 
         Raises:
             ActorLostError: The hub is gone.
         """
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._beat(self._loop)
+        finally:
+            self._loop = None
+
+    async def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
+            self._news.clear()
             try:
                 reply = await self._stub.Heartbeat(
                     heartbeat(self._role, self.member_id, self.progress), timeout=_CALL_S
@@ -153,9 +174,17 @@ class ControlClient:
                 raise error_from_rpc(error, "sending a heartbeat to the hub") from error
             if reply.stop:
                 return
-            before = asyncio.get_running_loop().time()
-            await asyncio.sleep(HEARTBEAT_S)
-            self.progress.event_loop_lag_s = asyncio.get_running_loop().time() - before - HEARTBEAT_S
+            before = loop.time()
+            try:
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._news.wait()
+            except TimeoutError:
+                self.progress.event_loop_lag_s = loop.time() - before - self._heartbeat_s
+
+    def _wake(self) -> None:
+        """Let the next heartbeat go now; from any thread. Before the first one there is nothing to wake."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._news.set)
 
     async def report(
         self, *, step: int = 0, spans: Sequence[Span] = (), metrics: dict[str, float] | None = None, error: str = ""
@@ -181,11 +210,20 @@ class ControlClient:
 class BlockingControlClient:
     """A learner rank's line to the hub; heartbeats come from a thread of its own."""
 
-    def __init__(self, address: str, role: "pb.Role.ValueType", member_id: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        role: "pb.Role.ValueType",
+        member_id: str,
+        clock: Clock | None = None,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
         self._channel = open_blocking_channel(address)
         self._stub = control_pb2_grpc.ControlServiceStub(self._channel)
         self._role = role
         self._clock = clock or SystemClock()
+        self._heartbeat_s = heartbeat_s
         self.member_id = member_id
         self._closing = threading.Event()
         self._wake = threading.Event()
@@ -245,7 +283,7 @@ class BlockingControlClient:
                 self._stub.Heartbeat(heartbeat(self._role, self.member_id, self.progress), timeout=_CALL_S)
             except grpc.RpcError:
                 return  # the main thread's next call to the hub fails with the reason
-            self._wake.wait(HEARTBEAT_S)
+            self._wake.wait(self._heartbeat_s)
             self._wake.clear()
 
     @staticmethod

@@ -37,6 +37,49 @@ def test_a_loading_member_may_be_silent_for_longer() -> None:
     assert len(lost(found, 102.0)) == 1
 
 
+def test_a_member_that_has_asked_for_work_has_loaded_whatever_its_last_heartbeat_said() -> None:
+    found = members()
+    found.beat(beat(1, pb.PHASE_LOADING, "loading the model"), 1.0, 0.0)
+    found.asked("rollout-0", 2.0)
+    assert not found.get("rollout-0").is_loading
+    assert lost(found, 12.0) == []
+    assert lost(found, 12.5) == ["rollout-0 has not been heard of for 10 s"]
+
+
+def test_a_heartbeat_of_the_loading_that_comes_after_the_request_for_work_changes_nothing() -> None:
+    found = members()
+    found.asked("rollout-0", 2.0)
+    found.beat(beat(1, pb.PHASE_LOADING, "loading the model"), 3.0, 0.0)
+    assert len(lost(found, 13.5)) == 1
+
+
+def test_a_request_for_work_counts_as_heard_and_the_first_one_as_progress() -> None:
+    found = members()
+    found.asked("rollout-0", 40.0)
+    assert lost(found, 49.0) == []
+    for second in range(41, 91):  # asking again and again is no work
+        found.asked("rollout-0", float(second))
+    assert lost(found, 90.0) == []
+    found.asked("rollout-0", 91.0)
+    assert lost(found, 91.0) == ["rollout-0 has made no progress for 51 s while starting"]
+
+
+def test_a_successor_of_the_same_name_loads_again() -> None:
+    found = members()
+    found.asked("rollout-0", 1.0)
+    found.join(Member(member_id="rollout-0", role="rollout", rank=0, pid=2, host="h", heard_s=5.0, moved_s=5.0))
+    assert lost(found, 100.0) == []
+
+
+def test_a_rank_that_takes_a_batch_has_asked_and_one_that_nobody_knows_is_ignored() -> None:
+    found = members()
+    found.join(Member(member_id="mine", role="learner", rank=1, pid=2, host="h", heard_s=0.0, moved_s=0.0))
+    found.rank_asked("learner", 1, 3.0)
+    found.rank_asked("learner", 0, 3.0)
+    found.asked("a stranger", 3.0)
+    assert [member.member_id for member in found.all() if member.has_asked] == ["mine"]
+
+
 def test_a_member_that_beats_without_progress_is_lost_with_what_it_was_doing() -> None:
     found = members()
     for second in range(1, 52):

@@ -7,11 +7,13 @@ from typing import Any, cast
 
 from headrace.engine.hub.evaluation import EvalFlow, Evaluator
 from headrace.engine.hub.flow import Ended
+from headrace.engine.hub.members import Member
 from headrace.engine.hub.rollouts import Rollouts
 from headrace.engine.hub.scoring_stage import ScoringStage
 from headrace.engine.hub.state import HubState
 from headrace.engine.transport.convert import version_to_proto
 from headrace.engine.types import DropReason, PolicyVersion, Prompt, PromptGroup, RewardOutcome, RewardSample
+from headrace.v1 import control_pb2 as pb_control
 from headrace.v1 import rollout_pb2 as pb
 
 START = PolicyVersion(0, 0)
@@ -105,6 +107,21 @@ async def test_a_worker_that_has_not_said_what_it_can_do_does_not_stop_a_run_fro
     assert it.rollouts.serving() == {"w": START}
     it.rollouts.drain()
     assert (await worker.next()).drain
+    await worker.leave()
+
+
+async def test_a_worker_that_takes_groups_counts_as_loaded_before_its_heartbeat_says_so(hub_state: HubState) -> None:
+    it = bench(hub_state)
+    joined = Member(member_id="w", role="rollout", rank=0, pid=1, host="h", heard_s=0.0, moved_s=0.0)
+    hub_state.members.join(joined)
+    hub_state.members.beat(pb_control.HeartbeatRequest(member_id="w", phase=pb_control.PHASE_LOADING), 0.0, 0.0)
+    assert joined.is_loading
+    worker = Worker(it.rollouts)
+    worker.enlist()
+    it.state.flow.admit(Prompt(prompt_id="p", token_ids=(1,)))
+    it.rollouts.pump()
+    await worker.next()
+    assert not joined.is_loading and joined.heard_s > 0.0
     await worker.leave()
 
 
