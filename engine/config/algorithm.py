@@ -9,7 +9,7 @@ from headrace.engine.config.fields import Fraction, NonNegative, NonNegativeFloa
 
 
 class ImportanceConfig(Section, frozen=True, kw_only=True):
-    """Correction for the difference between sampler and learner (staleness, and other numerics)."""
+    """Correction for the difference between sampler and learner."""
 
     # One weight a token, the geometric mean over a sequence, or the product over it, which shrinks with its length.
     level: Literal["token", "sequence", "product"] = "token"
