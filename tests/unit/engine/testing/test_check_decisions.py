@@ -10,7 +10,7 @@ import pytest
 from headrace.engine.errors import InputError
 from headrace.engine.interfaces import GroupRewards, LossInputs, LossOutput, TableView
 from headrace.engine.testing import check_algorithm, check_sampler
-from headrace.engine.types import MicroBatch, PolicyVersion
+from headrace.engine.types import AlgorithmTraits, MicroBatch, PolicyVersion
 
 Credit = list[npt.NDArray[np.float32]]
 
@@ -18,10 +18,20 @@ Credit = list[npt.NDArray[np.float32]]
 class Centred:
     """Reward minus the group's mean."""
 
+    @property
+    def traits(self) -> AlgorithmTraits:
+        return AlgorithmTraits(min_group_size=2)
+
+    def shape_rewards(self, group: GroupRewards) -> npt.NDArray[np.float64]:
+        _refuse_bad(group)
+        return group.rewards
+
+    def keeps(self, group: GroupRewards) -> bool:
+        return True
+
     def assign_credit(self, groups: Sequence[GroupRewards]) -> Credit:
         for group in groups:
-            if not group.rewards.size or not np.isfinite(group.rewards).all():
-                raise InputError(f"group {group.group_id} is empty or has a reward that is not finite")
+            _refuse_bad(group)
         return [(group.rewards - group.rewards.mean()).astype(np.float32) for group in groups]
 
     def token_advantages(self, micro_batch: MicroBatch) -> npt.NDArray[np.float32]:
@@ -29,6 +39,11 @@ class Centred:
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         raise NotImplementedError
+
+
+def _refuse_bad(group: GroupRewards) -> None:
+    if not group.rewards.size or not np.isfinite(group.rewards).all():
+        raise InputError(f"group {group.group_id} is empty or has a reward that is not finite")
 
 
 class Oldest:
@@ -70,9 +85,76 @@ class _LeaksIntoThePrompt(Centred):
         return np.ones(micro_batch.token_ids.shape, np.float32)
 
 
+class _ChangesItsTraits(Centred):
+    calls = 0
+
+    @property
+    def traits(self) -> AlgorithmTraits:
+        self.calls += 1
+        return AlgorithmTraits(min_group_size=self.calls)
+
+
+class _ShapesToFloat32(Centred):
+    def shape_rewards(self, group: GroupRewards) -> npt.NDArray[np.float64]:
+        return super().shape_rewards(group).astype(np.float32)  # type: ignore[return-value]
+
+
+class _ShapesNaN(Centred):
+    def shape_rewards(self, group: GroupRewards) -> npt.NDArray[np.float64]:
+        return group.rewards
+
+
+class _FiltersUnannounced(Centred):
+    def keeps(self, group: GroupRewards) -> bool:
+        return bool(np.ptp(group.rewards) > 0)
+
+
+class _FiltersByLength(Centred):
+    @property
+    def traits(self) -> AlgorithmTraits:
+        return AlgorithmTraits(min_group_size=2, filters_groups=True)
+
+    def keeps(self, group: GroupRewards) -> bool:
+        return bool(group.lengths.max() < 10)
+
+
+class _LooksBeyondItsGroup(Centred):
+    def assign_credit(self, groups: Sequence[GroupRewards]) -> Credit:
+        return [values / np.float32(max(1, len(groups))) for values in super().assign_credit(groups)]
+
+
+class _CreditsByPosition(Centred):
+    def assign_credit(self, groups: Sequence[GroupRewards]) -> Credit:
+        return [values * np.arange(len(values), dtype=np.float32) for values in super().assign_credit(groups)]
+
+
+class _CreditsTheLonely(Centred):
+    def assign_credit(self, groups: Sequence[GroupRewards]) -> Credit:
+        centred = super().assign_credit(groups)
+        return [
+            group.rewards.astype(np.float32) if len(group.rewards) == 1 else values
+            for group, values in zip(groups, centred, strict=True)
+        ]
+
+
+class _IgnoresAMissingColumn(Centred):
+    @property
+    def traits(self) -> AlgorithmTraits:
+        return AlgorithmTraits(min_group_size=2, columns=("values",))
+
+
 @pytest.mark.parametrize(
     ("broken", "sentence"),
     [
+        (_ChangesItsTraits, "same for the whole run"),
+        (_ShapesToFloat32, "must be float64"),
+        (_ShapesNaN, "a NaN must raise InputError"),
+        (_FiltersUnannounced, "filters_groups is False"),
+        (_FiltersByLength, "not by the lengths"),
+        (_LooksBeyondItsGroup, "looks beyond a group"),
+        (_CreditsByPosition, "must not depend on the order"),
+        (_CreditsTheLonely, "must get credit 0"),
+        (_IgnoresAMissingColumn, "without values must raise InputError"),
         (_Double, "must be float32"),
         (_TakesNaN, "a NaN must raise InputError; nothing was raised"),
         (_Noisy, "must be pure"),
@@ -102,8 +184,10 @@ class _Scalar:
 
 
 class _Output:
-    def __init__(self, loss: Any, sums: dict[str, Any]) -> None:
-        self.loss, self.sums = loss, sums
+    def __init__(self, loss: Any, sums: dict[str, Any], *, denominator: float = 3.0, rejected: float = 0.0) -> None:
+        self.loss, self.sums, self.maxima = loss, sums, {"ratio": _Scalar(1.5)}
+        self.denominator: float = denominator
+        self.rejected: Any = _Scalar(rejected)
 
 
 class _WithLoss(Centred):
@@ -122,6 +206,16 @@ class _HoldsTheGraph(Centred):
         return _Output(loss, {"pg_loss": loss})
 
 
+class _RejectsMoreThanThereIs(Centred):
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        return _Output(_Scalar(1.0, requires_grad=True), {}, rejected=4.0)
+
+
+class _DividesByNothing(Centred):
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        return _Output(_Scalar(1.0, requires_grad=True), {}, denominator=0.0)
+
+
 def test_the_loss_is_checked_where_inputs_are_given() -> None:
     def inputs() -> Any:
         return type("Inputs", (), {"num_loss_tokens": 3})()
@@ -131,6 +225,10 @@ def test_the_loss_is_checked_where_inputs_are_given() -> None:
         check_algorithm(_Detached, make_loss_inputs=inputs)
     with pytest.raises(AssertionError, match="must be detached"):
         check_algorithm(_HoldsTheGraph, make_loss_inputs=inputs)
+    with pytest.raises(AssertionError, match="between 0 and the denominator"):
+        check_algorithm(_RejectsMoreThanThereIs, make_loss_inputs=inputs)
+    with pytest.raises(AssertionError, match="denominator must be above 0"):
+        check_algorithm(_DividesByNothing, make_loss_inputs=inputs)
 
 
 class _Repeats(Oldest):
