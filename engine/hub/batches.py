@@ -10,31 +10,24 @@ Invariants:
 - A commit moves ledger, window, table and version together, once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from headrace.engine.errors import FencedError, FormatError, HeadraceError, SchemaError, UsageError
+from headrace.engine.hub.credit import Batch, build_batch
 from headrace.engine.hub.evaluation import TABLE as EVAL_TABLE
 from headrace.engine.hub.evaluation import EvalFlow
 from headrace.engine.hub.flow import Ended
 from headrace.engine.hub.ports import TablePort, TableStats, Verdict, ids_of
 from headrace.engine.hub.scoring import Stored
 from headrace.engine.hub.state import HubState
-from headrace.engine.records import decode_column, decode_trajectory, header_of
-from headrace.engine.scheduling.batch_plan import PlanItem, plan_batch
+from headrace.engine.interfaces import Algorithm
+from headrace.engine.records import decode_trajectory, header_of
 from headrace.engine.scheduling.leases import Lease
-from headrace.engine.types import BatchPlan, DropReason, MicroBatchPlan, PolicyVersion, RankPlan, Trajectory
+from headrace.engine.types import DropReason, PolicyVersion
 from headrace.engine.types.records import RecordHeader
 
 TRAIN_TABLE = "train"
-
-
-class StoredColumns(Stored, Protocol):
-    """A record with its sidecar columns."""
-
-    @property
-    def columns(self) -> Mapping[str, bytes]: ...
 
 
 class Order(Protocol):
@@ -62,29 +55,15 @@ class Order(Protocol):
     def deadline_s(self) -> float | None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The leased batch of a step, for all ranks.
-
-    Attributes:
-        records: By record id; every record that the plan names.
-        samples: Every sample of the batch with its reward and advantage, also those that take no forward pass.
-    """
-
-    lease_token: int
-    plan: BatchPlan
-    records: Mapping[str, StoredColumns]
-    mean_lag: float
-    max_lag: int
-    samples: Sequence[tuple[Trajectory, float, float]]
-
-
 class HubBuffer:
     """Serves the train and eval tables of a run."""
 
-    def __init__(self, state: HubState, evals: EvalFlow, *, on_ended: Callable[[list[Ended]], None]) -> None:
+    def __init__(
+        self, state: HubState, evals: EvalFlow, algorithm: Algorithm, *, on_ended: Callable[[list[Ended]], None]
+    ) -> None:
         self._state = state
         self._evals = evals
+        self._algorithm = algorithm
         self._on_ended = on_ended
         self._batches: dict[int, Batch] = {}
 
@@ -199,47 +178,18 @@ class HubBuffer:
             return ()
 
     def _plan(self, lease: Lease) -> Batch:
-        """Divide the batch; samples without advantage count in the mean and take no forward pass."""
-        config = self._state.config
-        stored: list[StoredColumns] = [
-            record for group_id in lease.items for record in self._state.train.table.records_of(group_id)
-        ]
-        samples = [
-            (decode_trajectory(r.data), _scalar(r.columns["reward"]), _scalar(r.columns["advantage"])) for r in stored
-        ]
-        skips = config.algorithm.skip_zero_variance and not (config.algorithm.kl_coef or config.algorithm.entropy_coef)
-        kept = [r for r, (_, _, advantage) in zip(stored, samples, strict=True) if advantage != 0.0 or not skips]
-        plan = plan_batch(
-            lease.step,
-            [
-                PlanItem(
-                    record_id=r.header.record_id,
-                    group_id=r.header.group_id,
-                    num_tokens=r.header.num_prompt_tokens + r.header.num_response_tokens,
-                    num_loss_tokens=r.header.num_loss_tokens,
-                )
-                for r in kept
-            ],
-            config.learner.num_ranks,
-            config.learner.token_budget,
-        )
-        lags = [lease.step - r.header.oldest_version.version for r in stored]
-        self._state.tokens_by_step[lease.step + 1] = sum(r.header.num_response_tokens for r in stored)
-        self._state.reporting.parts.add("groups/zero_variance", (len(stored) - len(kept)) / config.schedule.group_size)
-        return Batch(
+        state, config = self._state, self._state.config
+        batch = build_batch(
+            [state.train.table.records_of(group_id) for group_id in lease.items],
+            step=lease.step,
             lease_token=lease.token,
-            plan=BatchPlan(
-                step=plan.step,
-                ranks=plan.ranks if kept else _padding(config.learner.num_ranks),
-                num_loss_tokens=sum(r.header.num_loss_tokens for r in stored),
-                num_sequences=sum(r.header.num_loss_tokens > 0 for r in stored),
-                num_groups=len(lease.items),
-            ),
-            records={r.header.record_id: r for r in kept},
-            mean_lag=sum(lags) / len(lags),
-            max_lag=max(lags),
-            samples=samples,
+            config=config,
+            algorithm=self._algorithm,
         )
+        state.tokens_by_step[lease.step + 1] = sum(len(s.trajectory.response_token_ids) for s in batch.samples)
+        skipped = len(batch.samples) - len(batch.records)
+        state.reporting.parts.add("groups/zero_variance", skipped / config.schedule.group_size)
+        return batch
 
     async def commit(self, table: str, step: int, token: int, skipped: bool) -> PolicyVersion:
         """Consume a leased batch; returns the version after the step. Again with the same token: the same answer.
@@ -258,7 +208,7 @@ class HubBuffer:
         batch = self._batches.pop(token)
         state.progressed()
         state.reporting.parts.add("actor/skipped", float(skipped))
-        state.num_updates += not skipped and any(advantage for _, _, advantage in batch.samples)
+        state.num_updates += not skipped and any(sample.advantage for sample in batch.samples)
         try:
             state.reporting.trained_on(step, batch.samples)
         except HeadraceError as error:
@@ -285,15 +235,5 @@ class HubBuffer:
         for token in tokens:
             batch = self._batches.pop(token, None)
             if batch is not None:
-                self._state.flow.released(list(dict.fromkeys(sample.group_id for sample, _, _ in batch.samples)))
+                self._state.flow.released(list(dict.fromkeys(sample.trajectory.group_id for sample in batch.samples)))
         self._state.changed()
-
-
-def _padding(num_ranks: int) -> tuple[RankPlan, ...]:
-    """A step in which no sample has an advantage still runs one pass on every rank."""
-    return (RankPlan(micro_batches=(MicroBatchPlan(record_ids=(), num_tokens=0),)),) * num_ranks
-
-
-def _scalar(column: bytes) -> float:
-    _, value = decode_column(column)
-    return float(value)

@@ -20,6 +20,7 @@ from headrace.engine.hub.actors import Actors
 from headrace.engine.hub.batches import HubBuffer
 from headrace.engine.hub.composition import Parts, Resume, make_table
 from headrace.engine.hub.control import ControlHub
+from headrace.engine.hub.credit import columns_before_lease
 from headrace.engine.hub.evaluation import EvalFlow, Evaluator
 from headrace.engine.hub.flow import Ended, GroupFlow
 from headrace.engine.hub.members import Limits, Members
@@ -68,7 +69,7 @@ class Hub:
             ),
             reporting=Reporting(folder, clock),
             streak=FailureStreak(config.schedule.groups_per_step),
-            train=make_table("train", ("reward", "advantage"), config, board, start.version),
+            train=make_table("train", columns_before_lease(parts.algorithm), config, board, start.version),
             evals=make_table("eval", (), config, board, 0),
             version=start,
             resume_from="" if resume is None else str(resume.checkpoint),
@@ -114,7 +115,7 @@ class Hub:
         self._payloads = PayloadFolder(state.run_id)
         self._guardian.remove(self._payloads.path)
         state.payload_dir = str(self._payloads.path)
-        self._buffer = HubBuffer(state, self._evals, on_ended=self._groups_ended)
+        self._buffer = HubBuffer(state, self._evals, self._parts.algorithm, on_ended=self._groups_ended)
         self._weights = WeightHub(state, Path(state.payload_dir))
         self._rollouts = Rollouts(state, self._evals, on_generated=self._group_generated, on_ended=self._groups_ended)
         control = ControlHub(state, self._checkpoint_state)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from headrace.engine.clock import Clock
 from headrace.engine.errors import StorageError
+from headrace.engine.hub.credit import Sample
 from headrace.engine.telemetry.events import Activity, LogLine, MetricsRow, RunEvent, RunStatus
 from headrace.engine.telemetry.metrics import MetricAccumulator, MetricsWriter
 from headrace.engine.telemetry.run_folder import RunFolder
@@ -80,11 +81,13 @@ class Reporting:
         for span in spans:
             self.timeline.add(span.track, span.name, span.start_s, span.end_s)
 
-    def trained_on(self, step: int, samples: Sequence[tuple[Trajectory, float, float]]) -> None:
-        """The samples of a batch, each with its reward and advantage."""
-        for trajectory, reward, advantage in samples:
+    def trained_on(self, step: int, samples: Sequence[Sample]) -> None:
+        """The samples of a batch."""
+        for sample in samples:
+            trajectory, reward, advantage = sample.trajectory, sample.reward, sample.advantage
             lag = step - trajectory.oldest_version.version
             tokens = len(trajectory.response_token_ids)
+            self.parts.add("critic/score/mean", sample.score)
             self.parts.add("critic/rewards/mean", reward)
             self.parts.add("critic/rewards/max", reward)
             self.parts.add("critic/rewards/min", reward)
@@ -94,7 +97,7 @@ class Reporting:
             self.parts.add("response_length/clip_ratio", float(trajectory.finish_reason is FinishReason.LENGTH))
             self.parts.add("off_policy/mean", step - trajectory.mean_version)
             self.parts.add("off_policy/max", lag)
-            self._samples.write(sample_row("train", step, trajectory, reward))
+            self._samples.write(sample_row("train", step, trajectory, sample.score))
 
     def evaluated(
         self, step: int, name: str, samples: Sequence[tuple[Trajectory, RewardOutcome]], threshold: float

@@ -1,8 +1,7 @@
-"""From the records of a generated group to its rewards and its credit.
+"""From the records of a generated group to its columns.
 
 Invariants:
 - A sample without a value is never scored 0 in silence: it is imputed by name, or its whole group goes.
-- Credit is assigned to whole groups, keyed by group id.
 """
 
 from collections.abc import Sequence
@@ -10,11 +9,10 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from headrace.engine.config.schema import RewardConfig
 from headrace.engine.errors import RewardError
-from headrace.engine.interfaces import Algorithm
+from headrace.engine.hub.credit import Credit, encode_credit
 from headrace.engine.records import decode_trajectory, encode_column
 from headrace.engine.types import RewardOutcome, RewardSample, RewardStatus, Trajectory
 from headrace.engine.types.records import RecordHeader
@@ -28,14 +26,6 @@ class Stored(Protocol):
 
     @property
     def data(self) -> bytes: ...
-
-
-class ScoredRewards(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The rewards of one whole group, as credit assignment sees them: rewards float64 [G], lengths int64 [G]."""
-
-    group_id: str
-    rewards: npt.NDArray[np.float64]
-    lengths: npt.NDArray[np.int64]
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,24 +100,9 @@ def reward_columns(records: Sequence[Stored], values: Sequence[float]) -> list[C
     ]
 
 
-def credit_columns(records: Sequence[Stored], values: Sequence[float], algorithm: Algorithm) -> list[Column]:
-    """The `advantage` column of each record of one whole group: float32 scalar.
-
-    Raises:
-        InputError: The algorithm does not take these rewards.
-    """
-    group = ScoredRewards(
-        group_id=records[0].header.group_id,
-        rewards=np.array(values, np.float64),
-        lengths=np.array([record.header.num_response_tokens for record in records], np.int64),
-    )
-    (credit,) = algorithm.assign_credit([group])
-    assert credit.shape == group.rewards.shape, "an algorithm gives one number a sample"
+def credit_columns(records: Sequence[Stored], credit: Credit) -> list[Column]:
+    """The `advantage` column of each record of one whole group, from float32 [G]."""
     return [
-        Column(
-            record_id=record.header.record_id,
-            name="advantage",
-            data=encode_column("advantage", np.array(advantage, np.float32)),
-        )
+        Column(record_id=record.header.record_id, name="advantage", data=encode_credit(float(advantage)))
         for record, advantage in zip(records, credit, strict=True)
     ]

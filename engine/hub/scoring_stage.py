@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from headrace.engine.errors import DeadlineError, HeadraceError
+from headrace.engine.hub.credit import assign_credit, raw_rewards, shaped_rewards
 from headrace.engine.hub.evaluation import EvalFlow
 from headrace.engine.hub.flow import Ended
 from headrace.engine.hub.scoring import Column, Stored, credit_columns, judge, reward_columns, reward_sample, samples_of
@@ -77,8 +78,11 @@ class ScoringStage:
         if judgement.values is None:
             self._unscored(group, judgement.why)
             return
+        raw = raw_rewards([record.header for record in records], judgement.values)
         self._add(reward_columns(records, judgement.values))
-        self._add(credit_columns(records, judgement.values, self._algorithm))
+        if self._algorithm.traits.credit_scope == "group":
+            (credit,) = assign_credit([shaped_rewards(raw, self._algorithm)], self._algorithm)
+            self._add(credit_columns(records, credit))
         for outcome in outcomes:
             for name, value in outcome.metrics.items():
                 self._state.reporting.parts.add(f"reward/{name}", value)
