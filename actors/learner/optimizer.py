@@ -72,19 +72,21 @@ class ShardedAdamW:
         norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
         return float((norms.double() ** 2).sum())
 
-    def apply(self, global_squared_norm: float) -> bool:
+    def apply(self, global_squared_norm: float, *, factor: float = 1.0) -> bool:
         """Clip and update, or skip where the norm is not finite. Gradients are gone afterwards.
 
         Args:
-            global_squared_norm: Over all ranks; the same number on each.
+            global_squared_norm: Over all ranks, before `factor`; the same number on each.
+            factor: Multiplies each gradient before it is clipped; above 0.
 
         Returns:
             Whether weights changed.
         """
         finite = math.isfinite(global_squared_norm)
         if finite:
-            scale = self._config.max_grad_norm / (math.sqrt(global_squared_norm) + 1e-6)
-            if scale < 1.0:
+            limit = self._config.max_grad_norm / (factor * math.sqrt(global_squared_norm) + 1e-6)
+            scale = factor * min(1.0, limit)
+            if scale != 1.0:
                 for gradient in local_gradients(self._parameters.values()):
                     gradient.mul_(scale)
             for group in self._adam.param_groups:

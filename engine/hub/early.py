@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from headrace.engine.config import Config
 from headrace.engine.errors import ConfigError
-from headrace.engine.interfaces import PromptSource
+from headrace.engine.interfaces import Algorithm, PromptSource
 from headrace.engine.plugins import load_object
 
 
@@ -25,6 +25,37 @@ def check_names(config: Config) -> None:
         cast(Any, load_object("headrace.actors.models:check_model"))(config.model.path)
     if config.reward.function:
         cast(Any, load_object("headrace.actors.reward.function:check_scoring_function"))(config.reward.function)
+
+
+# What the learner adds to a micro-batch by itself.
+_COLUMNS_THERE = frozenset({"reference_logprobs"})
+
+
+def check_algorithm_runs(config: Config, algorithm: Algorithm) -> None:
+    """A method may need what no part of a run produces yet; its functions can be called from other loops all the same.
+
+    Raises:
+        ConfigError: The method cannot learn in this run; names the setting and what to use instead.
+    """
+    name, traits = config.algorithm.name, algorithm.traits
+    if traits.trains_on != "rollouts":
+        raise ConfigError(
+            f'algorithm.name = "{name}" trains on {traits.trains_on.replace("_", " ")}, and a run trains on what it '
+            "samples: choose another method, or call its loss from a loop of your own (docs/algorithms.md)"
+        )
+    missing = [column for column in traits.columns if column not in _COLUMNS_THERE]
+    if missing:
+        raise ConfigError(
+            f'algorithm.name = "{name}" needs {missing[0].replace("_", " ")}, which no part of a run produces yet: '
+            "choose another method, or call its functions from a loop of your own (docs/algorithms.md)"
+        )
+    size = config.schedule.group_size
+    if size < traits.min_group_size:
+        raise ConfigError(
+            f'schedule.group_size = {size} with algorithm.name = "{name}" can never learn: the method compares samples '
+            f"of one prompt with each other; set group_size to at least {traits.min_group_size} or choose another "
+            "algorithm"
+        )
 
 
 def check_prompts_last(config: Config, source: PromptSource) -> None:
