@@ -112,11 +112,11 @@ class TrainCommand:
         with (self.folder / "learner.log").open("ab") as log:
             self._beside.append(subprocess.Popen(argv, cwd=self.folder, env=self.env, stdout=log, stderr=log))
 
-    def finish(self, process: "subprocess.Popen[str]", limit_s: float = 60.0) -> Ended:
+    def finish(self, process: "subprocess.Popen[str]", limit_s: float = 120.0) -> Ended:
         out, err = process.communicate(timeout=limit_s)
         return Ended(process.returncode, out, err)
 
-    def run(self, *arguments: str, limit_s: float = 60.0) -> Ended:
+    def run(self, *arguments: str, limit_s: float = 120.0) -> Ended:
         return self.finish(self.start(*arguments), limit_s)
 
     @property
@@ -150,7 +150,7 @@ class TrainCommand:
         (pid,) = [pid for pid, line in self.pids().items() if f"headrace.{name}" in line]
         return pid
 
-    def until(self, condition: Callable[[], Any], limit_s: float = 30.0) -> Any:
+    def until(self, condition: Callable[[], Any], limit_s: float = 90.0) -> Any:
         """Wait for something that other processes do; there is no event to wait for."""
         deadline_s = time.monotonic() + limit_s
         while not (found := condition()):
@@ -159,7 +159,7 @@ class TrainCommand:
             time.sleep(0.02)
         return found
 
-    def until_doing(self, words: str, limit_s: float = 30.0) -> None:
+    def until_doing(self, words: str, limit_s: float = 90.0) -> None:
         """Until a member says that it does this, or somebody on the board waits for it."""
         (socket,) = self.until(lambda: list(self.temp.glob("headrace-*/hub")))
         with grpc.insecure_channel(f"unix:{socket}") as channel:
@@ -175,8 +175,20 @@ class TrainCommand:
                             return
         raise AssertionError(f"nobody did or waited for {words!r} within {limit_s} s; log:\n{self.log()}")
 
-    def assert_nothing_is_left(self, limit_s: float = 5.0) -> None:
-        """No process, no socket, no payload: within seconds, for a guardian works after its supervisor has died."""
+    def until_waiting(self, words: str, members: set[str], limit_s: float = 90.0) -> None:
+        """Until each of these members is on the hub's board with this wait."""
+        (socket,) = self.until(lambda: list(self.temp.glob("headrace-*/hub")))
+        with grpc.insecure_channel(f"unix:{socket}") as channel:
+            stub = control_pb2_grpc.ControlServiceStub(channel)
+
+            def are_there() -> bool:
+                waits = stub.Why(control_pb2.WhyRequest(), timeout=limit_s, wait_for_ready=True).waits
+                return members <= {wait.member_id for wait in waits if words in wait.waits_for}
+
+            self.until(are_there, limit_s)
+
+    def assert_nothing_is_left(self, limit_s: float = 15.0) -> None:
+        """No process, no socket, no payload: soon, for a guardian works after its supervisor has died."""
         self.until(lambda: not self.pids(), limit_s)
         # torch makes a folder for its compiler's cache there, which stays.
         self.until(lambda: all(path.name.startswith("torchinductor") for path in self.temp.iterdir()), limit_s)

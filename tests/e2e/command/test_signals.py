@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 Train = Any  # the fixture of conftest.py
 
@@ -89,7 +89,7 @@ def test_term_signal_twice_does_not_wait_for_a_process_that_hangs(train: Train) 
     process.send_signal(signal.SIGINT)
     wait_for(train, process, "again to stop at once")
     process.send_signal(signal.SIGINT)
-    assert_stopped(train, train.finish(process, 15))
+    assert_stopped(train, train.finish(process, 40))  # of the 60 s that it was given at first
 
 
 @pytest.mark.parametrize(
@@ -132,11 +132,17 @@ def test_a_hub_that_is_killed_fails_the_run_with_its_reason(train: Train) -> Non
 def test_sample_never_hangs_a_lost_worker_is_replaced_and_each_group_trained_once(
     train: Train, number: signal.Signals
 ) -> None:
-    """K-053: killed, it is noticed at once; stopped, when its heartbeats have been missing."""
-    steps = 15
-    train.start_learner(step_s=0.2)
-    options = ("--timeouts.heartbeat_s=2", "--rollout.max_tokens=400", "--reward.num_workers=2")
+    """K-053: killed, it is noticed at once; stopped, when its heartbeats have been missing.
+
+    The limit for silence is one that healthy processes keep on a machine that has far too much to do. The steps after
+    the stop take longer than that: a worker that has no group when it is stopped gets none, for it lags behind.
+    """
+    steps = 12
+    options = ("--timeouts.heartbeat_s=5", "--rollout.max_tokens=400", "--reward.num_workers=2")
     process = train.start(f"--run.steps={steps}", "--rollout.num_workers=2", *options)
+    # Without a learner nothing is trained yet, so that both workers have a part in the steps that follow.
+    train.until_waiting("a newer version", {"rollout-0", "rollout-1"})
+    train.start_learner(step_s=0.8 if number is signal.SIGSTOP else 0.2)
     wait_for(train, process, "step 3")
     victim = min(pid for pid, line in train.pids().items() if "actors.rollout.main" in line)
     os.kill(victim, number)
