@@ -24,7 +24,8 @@ class ImportanceConfig(Section, frozen=True, kw_only=True):
 class KlConfig(Section, frozen=True, kw_only=True):
     """The distance to the reference policy that `algorithm.kl_coef` weighs."""
 
-    estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"  # k1 in the reward only: as a loss its gradient is 0
+    # k1 as a loss is refused: its gradient averages to 0.
+    estimator: Literal["auto", "k1", "k2", "k3", "unbiased"] = "auto"  # auto: k3 in the loss, k1 in the reward
     place: Literal["loss", "reward"] = "loss"  # never both
     target: NonNegativeFloat = 0.0  # nats a token that an adaptive coefficient steers to; 0: the coefficient is fixed
     horizon: Positive = 1000  # updates over which the adaptive coefficient changes by about a factor of e
@@ -39,6 +40,7 @@ class ShapingConfig(Section, frozen=True, kw_only=True):
     overlong_factor: NonNegativeFloat = 1.0  # what a response at the limit costs
     length_penalty: Literal["none", "linear", "group"] = "none"
     length_coef: NonNegativeFloat = 0.0
+    right_from: float = 1.0  # raw rewards of at least this much are right answers, to the group penalty
     max_tokens: NonNegative = 0  # the limit; 0: rollout.max_tokens
 
 
@@ -56,6 +58,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     name: str = "grpo"  # an entry point of headrace.algorithms, or module:Class
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.28
+    sequence_clip_low: NonNegativeFloat = 3e-4  # gspo's range: the mean of a sequence moves less than a token
+    sequence_clip_high: NonNegativeFloat = 4e-4
     dual_clip: NonNegativeFloat = 0.0  # most that a token may cost, in multiples of a negative advantage; above 1
     normalize_std: bool = True  # divide centred rewards by the group's sample deviation
     # The loss's mean: over tokens, over sequences, or over a constant length; auto is the method's own.
