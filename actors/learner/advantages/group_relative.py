@@ -4,11 +4,13 @@ DeepSeekMath (arXiv 2402.03300), section 4.1.2: A_i = (r_i - mean(r)) / std(r), 
 Without the division this is the credit of Dr. GRPO (arXiv 2503.20783).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.actors.learner.advantages.domain import as_credit, finite_rewards
 from headrace.engine.errors import InputError
 
 # Rewards that differ by less than this part of the largest one are equal: that is a float32 scorer's rounding.
@@ -38,16 +40,9 @@ def group_relative_advantages(rewards: npt.ArrayLike, *, normalize_std: bool = T
         float32 [G]; exactly 0 for a group of zero variance or of a single member.
 
     Raises:
-        InputError: The group is empty, not one-dimensional, or a reward is not finite.
+        InputError: The group is empty, not one-dimensional, or a reward is not finite or too large for its credit.
     """
-    values = np.asarray(rewards, dtype=np.float64)
-    if values.ndim != 1 or values.size == 0:
-        raise InputError(f"rewards have the shape {values.shape}: a group needs one dimension and at least one member")
-    if not np.isfinite(values).all():
-        bad = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise InputError(
-            f"the reward of member {bad} is {values[bad]}: rewards must be finite; drop or requeue the group"
-        )
+    values = finite_rewards(rewards)
     if is_zero_variance(values):
         return np.zeros(values.size, dtype=np.float32)
     # Scaled first, so that neither the mean nor the squares of huge rewards overflow.
@@ -56,7 +51,7 @@ def group_relative_advantages(rewards: npt.ArrayLike, *, normalize_std: bool = T
     centred -= centred.mean()
     if normalize_std:
         centred /= np.sqrt(np.sum(centred**2) / (values.size - 1))
-    return centred.astype(np.float32)
+    return as_credit(centred)
 
 
 def group_relative_by_id(
@@ -75,6 +70,27 @@ def group_relative_by_id(
     Raises:
         InputError: The lengths differ, or a reward is not finite.
     """
+    return credit_by_id(group_ids, rewards, partial(group_relative_advantages, normalize_std=normalize_std))
+
+
+def credit_by_id(
+    group_ids: Sequence[str],
+    rewards: npt.ArrayLike,
+    credit: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float32]],
+) -> npt.NDArray[np.float32]:
+    """Any credit of one group, for rows that arrive in any order.
+
+    Args:
+        group_ids: [N], the group of each row.
+        rewards: [N].
+        credit: From the rewards [G] of one group, in row order, to its credit float32 [G]; e.g. `rloo_advantages`.
+
+    Returns:
+        float32 [N], in row order.
+
+    Raises:
+        InputError: The lengths differ, or `credit` refuses a group.
+    """
     values = np.asarray(rewards, dtype=np.float64)
     if values.shape != (len(group_ids),):
         raise InputError(f"{len(group_ids)} group ids and rewards of shape {values.shape}: give one reward an id")
@@ -83,5 +99,5 @@ def group_relative_by_id(
         rows.setdefault(group_id, []).append(row)
     advantages = np.zeros(len(group_ids), dtype=np.float32)
     for members in rows.values():
-        advantages[members] = group_relative_advantages(values[members], normalize_std=normalize_std)
+        advantages[members] = credit(values[members])
     return advantages
