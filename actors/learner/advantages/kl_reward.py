@@ -7,8 +7,8 @@ Ziegler et al. (arXiv 1909.08593), equation 2, token by token, with the outcome 
 Drifting away from the reference lowers the reward. With this the loss has no KL term: the distance enters once.
 
 As a reward k1 is the estimator whose policy gradient is that of the true KL: it has the score function in front, which
-gives exactly what k1 lacks as a loss. So "auto" and "unbiased" are k1 here. k2 and k3 vary less, but their gradient is not that
-of the KL: what the score function leaves out, their own derivative, is not 0 on average.
+gives exactly what k1 lacks as a loss. So "auto" and "unbiased" are k1 here. k2 and k3 vary less, but their gradient is
+not that of the KL: what the score function leaves out, their own derivative, is not 0 on average.
 
 The policy is the one that sampled (behaviour): a reward is a number, no gradient passes through it.
 """
@@ -45,7 +45,8 @@ def kl_penalties(
         loss_mask: [N].
         sequence_ids: [N].
         kl_coef: beta, not negative.
-        estimator: "k1", "auto" and "unbiased" d, "k2" d^2 / 2, "k3" exp(-d) - 1 + d, which saturates (see `MAX_KL_GAP`).
+        estimator: "k1", "auto" and "unbiased" are d, "k2" is d^2 / 2, "k3" is exp(-d) - 1 + d with d bounded below by
+            -`MAX_KL_GAP`.
 
     Raises:
         InputError: Shapes differ, a log-probability at a loss token is not finite, or the coefficient is negative or

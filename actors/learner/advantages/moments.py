@@ -97,16 +97,26 @@ class Moments(msgspec.Struct, frozen=True, kw_only=True):
         return deviation if deviation > _EQUAL * self.largest else 0.0
 
 
-def whiten(values: npt.ArrayLike, moments: Moments, *, center: bool = True) -> npt.NDArray[np.float64]:
+def whiten(
+    values: npt.ArrayLike, moments: Moments, *, mask: npt.ArrayLike | None = None, center: bool = True
+) -> npt.NDArray[np.float64]:
     """(values - mean) / deviation by given moments; without `center` only the division.
 
     Pure: the caller decides over what the moments were taken (a micro-batch, all ranks), and reduces them itself.
 
+    Args:
+        values: Of any shape.
+        moments: Of the same values, or of more.
+        mask: Of the same shape, 0 where a value does not count; None counts all.
+        center: Subtract the mean.
+
     Returns:
-        float64 of the same shape; all 0 if the deviation is 0 and `center` is set, the values themselves if it is not.
-        What is not finite stays so: masked tokens are the caller's.
+        float64 of the same shape, 0 where the mask is 0, whatever stands there. If the deviation is 0: all 0 with
+        `center`, the values themselves without.
     """
     numbers = np.asarray(values, dtype=np.float64)
+    if mask is not None:
+        numbers = np.where(np.asarray(mask) != 0, numbers, moments.mean if center else 0.0)
     deviation = moments.deviation
     if not center:
         return numbers / deviation if deviation else numbers.copy()
