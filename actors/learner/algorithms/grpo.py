@@ -68,13 +68,4 @@ class Grpo:
     def _options(self) -> "PolicyLossOptions":
         from headrace.actors.learner.losses.policy import PolicyLossOptions
 
-        importance = self.config.importance
-        return PolicyLossOptions(
-            clip_low=self.config.clip_low,
-            clip_high=self.config.clip_high,
-            importance_level=importance.level,
-            importance_kind=importance.kind,
-            importance_cap=importance.cap,
-            kl_coef=self.config.kl_coef,
-            entropy_coef=self.config.entropy_coef,
-        )
+        return PolicyLossOptions.from_config(self.config, unit="token")
