@@ -31,7 +31,8 @@ class MetricKey(msgspec.Struct, frozen=True):
 
 
 METRIC_KEYS: tuple[MetricKey, ...] = (
-    MetricKey("actor/pg_loss", "mean", "", "policy-gradient loss, mean over the step's loss tokens"),
+    MetricKey("actor/loss", "mean", "", "the whole loss, as the method normalises it, without rejected tokens"),
+    MetricKey("actor/pg_loss", "mean", "", "policy-gradient loss, mean over the step's loss tokens not rejected"),
     MetricKey("actor/entropy", "mean", "nats", "entropy of the current policy, mean over loss tokens"),
     MetricKey("actor/ppo_kl", "mean", "nats", "proximal minus current log-probability, mean over loss tokens"),
     MetricKey("actor/kl", "mean", "nats", "KL term against the reference policy, mean over loss tokens"),
@@ -61,7 +62,9 @@ METRIC_KEYS: tuple[MetricKey, ...] = (
     MetricKey("off_policy/in_queue", "last", "groups", "groups that wait to be trained on"),
     MetricKey("off_policy/in_flight", "last", "groups", "groups that are being sampled or scored"),
     MetricKey("mismatch_kl/mean", "mean", "nats", "sampler minus learner log-probability of the same tokens"),
-    MetricKey("importance/*", "mean", "", "correction weights: mean, share at the cap, share masked"),
+    MetricKey("importance/ess", "mean", "fraction", "effective sample size of the weights over loss tokens"),
+    MetricKey("importance/rejected_fraction", "mean", "fraction", "loss tokens that a correction rejected"),
+    MetricKey("importance/*", "mean", "", "correction weights: mean, mean and largest untruncated, mean absolute gap"),
     MetricKey("reward/failed", "sum", "samples", "samples that got no value (timeout, error, abstention)"),
     MetricKey("reward/latency_s", "mean", "s", "from a finished sample to its reward"),
     MetricKey("reward/*", "mean", "", "extra figures that a reward function returns"),

@@ -52,7 +52,10 @@ def distillation_loss(inputs: LossInputs, options: PolicyLossOptions) -> LossCon
         ConfigError: A constant of the importance weights is out of range.
     """
     teacher = require_column(
-        inputs.teacher_logprobs, "teacher_logprobs", "distillation learns from them; configure a teacher"
+        inputs.teacher_logprobs,
+        inputs.loss_mask,
+        name="teacher_logprobs",
+        reason="distillation learns from them; configure a teacher",
     )
     check_columns(inputs.loss_mask, logprobs=inputs.logprobs, teacher_logprobs=teacher)
     advantages = teacher_advantages(inputs.logprobs, teacher, inputs.loss_mask)

@@ -69,12 +69,14 @@ def check_columns(mask: Tensor, **columns: Tensor | None) -> None:
             )
 
 
-def require_column(column: Tensor | None, name: str, reason: str) -> Tensor:
-    """The column, or an error that says who needs it.
+def require_column(column: Tensor | None, mask: Tensor, *, name: str, reason: str) -> Tensor:
+    """The column; zeros for an absent one where no token takes part, as in a micro-batch that only pads.
 
     Raises:
-        InputError: The column is absent.
+        InputError: The column is absent and there are loss tokens; says who needs it.
     """
-    if column is None:
+    if column is not None:
+        return column
+    if bool(mask.any()):
         raise InputError(f"the micro-batch has no {name}: {reason}")
-    return column
+    return torch.zeros(mask.shape, device=mask.device)

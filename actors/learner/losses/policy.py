@@ -246,7 +246,10 @@ def _kl_term(
     if inputs.reference_logprobs is None and not asked_for:
         return 0.0
     column = require_column(
-        inputs.reference_logprobs, "reference_logprobs", "a KL term needs them; set algorithm.kl_coef to 0 without one"
+        inputs.reference_logprobs,
+        inputs.loss_mask,
+        name="reference_logprobs",
+        reason="a KL term needs them; set algorithm.kl_coef to 0 without a reference",
     )
     reference = where_loss(inputs.loss_mask, column.detach())
     sums["kl"] = kl_value(tokens.current, reference, estimator=options.kl_estimator or "k3").sum()
@@ -263,7 +266,10 @@ def _entropy_term(inputs: LossInputs, options: PolicyLossOptions, sums: dict[str
     if not options.entropy_coef:
         return 0.0
     column = require_column(
-        inputs.entropy, "entropy", "an entropy term needs it; set algorithm.entropy_coef to 0 without one"
+        inputs.entropy,
+        inputs.loss_mask,
+        name="entropy",
+        reason="an entropy term needs it; set algorithm.entropy_coef to 0 without it",
     )
     entropy = where_loss(inputs.loss_mask, column)
     sums["entropy"] = entropy.sum()

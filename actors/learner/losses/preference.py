@@ -20,7 +20,13 @@ import torch
 import torch.nn.functional as functional
 
 from headrace.actors.learner.losses.contribution import LossContribution
-from headrace.actors.learner.losses.masking import check_columns, require_column, sequence_totals, where_loss
+from headrace.actors.learner.losses.masking import (
+    check_columns,
+    require_column,
+    sequence_counts,
+    sequence_totals,
+    where_loss,
+)
 from headrace.actors.learner.losses.normalization import Reduced
 from headrace.engine.errors import ConfigError, InputError
 
@@ -50,8 +56,12 @@ def preference_loss(inputs: LossInputs, *, beta: float) -> LossContribution:
     if not beta > 0:
         raise ConfigError(f"algorithm.beta is {beta}: it must be above 0; 0.1 is usual")
     mask = inputs.loss_mask
-    reference = require_column(inputs.reference_logprobs, "reference_logprobs", "DPO compares with them")
-    group_ids = require_column(inputs.group_ids, "group_ids", "DPO needs to know which two answers are a pair")
+    reference = require_column(
+        inputs.reference_logprobs,
+        mask,
+        name="reference_logprobs",
+        reason="DPO compares with them; configure a reference",
+    )
     check_columns(
         mask,
         logprobs=inputs.logprobs,
@@ -61,7 +71,7 @@ def preference_loss(inputs: LossInputs, *, beta: float) -> LossContribution:
     )
     gap = where_loss(mask, inputs.logprobs) - where_loss(mask, reference.detach())
     rewards = beta * sequence_totals(gap, mask, inputs.sequence_ids)
-    chosen, rejected = pair_indices(inputs.advantages, mask, inputs.sequence_ids, group_ids)
+    chosen, rejected = pair_indices(inputs.advantages, mask, inputs.sequence_ids, inputs.group_ids)
     margin = rewards[chosen] - rewards[rejected]
     losses = -functional.logsigmoid(margin)
     denominator = float(max(1, inputs.num_groups))
@@ -80,7 +90,9 @@ def preference_loss(inputs: LossInputs, *, beta: float) -> LossContribution:
     return LossContribution.of(reduced, sums)
 
 
-def pair_indices(advantages: Tensor, mask: Tensor, sequence_ids: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+def pair_indices(
+    advantages: Tensor, mask: Tensor, sequence_ids: Tensor, group_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Which sequences are the chosen and the rejected answers, pair by pair.
 
     Sequences without a loss token are padding and belong to no pair.
@@ -89,7 +101,7 @@ def pair_indices(advantages: Tensor, mask: Tensor, sequence_ids: Tensor, group_i
         advantages: float [N], above 0 on the loss tokens of a chosen answer, below 0 on those of a rejected one.
         mask: bool [N], loss tokens.
         sequence_ids: int64 [N].
-        group_ids: int64 [S].
+        group_ids: int64 [S]; None where no token takes part.
 
     Returns:
         Two int64 [P], sequence numbers; entry p of both is pair p, in order of their group numbers.
@@ -98,19 +110,18 @@ def pair_indices(advantages: Tensor, mask: Tensor, sequence_ids: Tensor, group_i
         InputError: A group has not exactly one chosen and one rejected answer, or there are more sequences than
             group_ids.
     """
-    count = sequence_totals(mask.to(torch.float32), mask, sequence_ids)
+    count = sequence_counts(mask, sequence_ids, dtype=torch.float32)
+    if group_ids is None:
+        if bool(mask.any()):
+            raise InputError("the micro-batch has no group_ids: DPO needs to know which two answers are a pair")
+        group_ids = torch.zeros(count.numel(), dtype=torch.int64, device=mask.device)
     if count.numel() > group_ids.numel():
         raise InputError(f"{count.numel()} sequences and {group_ids.numel()} group_ids: give one a sequence")
     sign = torch.sign(sequence_totals(advantages.to(torch.float32), mask, sequence_ids))
     members = torch.nonzero(count).flatten()
-    groups = group_ids[members]
-    pairs = torch.unique(groups)
-    found = []
-    for wanted in (1.0, -1.0):
-        side = members[sign[members] == wanted]
-        side = side[torch.argsort(group_ids[side], stable=True)]
-        found.append(side)
-    chosen, rejected = found
+    pairs = torch.unique(group_ids[members])
+    sides = (members[sign[members] == wanted] for wanted in (1.0, -1.0))
+    chosen, rejected = (side[torch.argsort(group_ids[side])] for side in sides)
     if not (torch.equal(group_ids[chosen], pairs) and torch.equal(group_ids[rejected], pairs)):
         raise InputError(
             f"of {pairs.numel()} groups {chosen.numel()} answers are marked as chosen and {rejected.numel()} as "
