@@ -10,10 +10,18 @@ from headrace.engine.types.policy import PolicyVersion
 
 
 class MicroBatchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Records packed into one micro-batch of one rank; no records means a padding micro-batch."""
+    """Records packed into one micro-batch of one rank; no records means a padding micro-batch.
+
+    Attributes:
+        num_tokens: Tokens that are computed, each shared prompt once; padding of rows is not counted.
+        shared: Sizes of consecutive sharing units: the first shared[0] records share one copy of their prompt, the next
+            shared[1] another one, ...; they add up to all records. Empty: the plan does not say, and the learner shares
+            what it finds.
+    """
 
     record_ids: tuple[str, ...]
     num_tokens: int
+    shared: tuple[int, ...] = ()
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +96,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         group_ids: int32 [S], which sequences belong to one group, numbered from 0 here; None: each alone.
         reference_logprobs, teacher_logprobs: float32 [N], nats, at the same temperature; None where not asked for.
         values: float32 [N], the critic's, in the state before each token; None without a critic.
+        shared: Sizes of consecutive sharing units, S in all: their sequences begin with the same prompt, which is to be
+            computed once. Empty: nothing was planned.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -103,6 +113,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     reference_logprobs: npt.NDArray[np.float32] | None = None
     teacher_logprobs: npt.NDArray[np.float32] | None = None
     values: npt.NDArray[np.float32] | None = None
+    shared: tuple[int, ...] = ()
 
 
 class StepBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -1,6 +1,8 @@
 import itertools
+import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -77,6 +79,16 @@ def test_records_given_twice_or_with_impossible_counts_are_refused() -> None:
             plan_batch(0, items_of([length], [loss]), 1, 8)
 
 
+def test_whole_groups_stay_on_one_rank_and_in_one_micro_batch_where_they_fit() -> None:
+    items = items_of([9, 2, 7, 3, 5, 5, 8, 8, 8], group_size=3)
+    plan = plan_batch(0, items, 2, 18, whole_groups=True)
+    assert [[batch.record_ids for batch in rank.micro_batches] for rank in plan.ranks] == [
+        [("r6", "r7"), ("r8",)],
+        [("r0", "r1", "r2"), ("r3", "r4", "r5")],
+    ]
+    assert [[batch.num_tokens for batch in rank.micro_batches] for rank in plan.ranks] == [[16, 8], [18, 13]]
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 6), st.integers(1, 50))
 def test_no_plan_loses_cuts_or_overfills_anything(lengths: list[int], ranks: int, budget: int) -> None:
@@ -101,6 +113,69 @@ def test_no_plan_loses_cuts_or_overfills_anything(lengths: list[int], ranks: int
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
+def least_fullest_rank(sizes: Sequence[int], num_ranks: int) -> int:
+    """By trying every assignment of sizes to ranks."""
+    return min(
+        max(sum(s for s, place in zip(sizes, places, strict=True) if place == rank) for rank in range(num_ranks))
+        for places in itertools.product(range(num_ranks), repeat=len(sizes))
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
+def test_the_fullest_rank_is_within_a_third_of_the_best_there_is(lengths: list[int], ranks: int) -> None:
+    plan = plan_batch(0, items_of(lengths), ranks, 1000)
+    fullest = max(sum(batch.num_tokens for batch in rank.micro_batches) for rank in plan.ranks)
+    assert 3 * ranks * fullest <= (4 * ranks - 1) * least_fullest_rank(lengths, ranks)  # Graham's bound
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    st.integers(1, 5),
+    st.integers(1, 90),
+    st.integers(1, 6),
+)
+def test_no_plan_divides_a_group_that_must_be_whole(
+    lengths: list[int], ranks: int, budget: int, group_size: int
+) -> None:
+    items = items_of(lengths, group_size=group_size)
+    plan = plan_batch(0, items, ranks, budget, whole_groups=True)
+    assert Counter(records(plan)) == Counter(item.record_id for item in items)
+    assert len({len(rank.micro_batches) for rank in plan.ranks}) == 1
+    sizes = {item.record_id: item.num_tokens for item in items}
+    groups = {item.record_id: item.group_id for item in items}
+    where: dict[str, set[tuple[int, int]]] = {}
+    for at, rank in enumerate(plan.ranks):
+        for number, batch in enumerate(rank.micro_batches):
+            assert batch.num_tokens == sum(sizes[name] for name in batch.record_ids)
+            assert batch.num_tokens <= budget or len(batch.record_ids) == 1
+            for name in batch.record_ids:
+                where.setdefault(groups[name], set()).add((at, number))
+    for group_id, places in where.items():
+        assert len({rank for rank, _ in places}) == 1
+        if sum(size for name, size in sizes.items() if groups[name] == group_id) <= budget:
+            assert len(places) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 5), st.integers(0, 1000), st.booleans())
+def test_totals_do_not_depend_on_the_order_of_the_records(
+    lengths: list[int], ranks: int, seed: int, whole: bool
+) -> None:
+    items = items_of(lengths, group_size=4)
+    mixed = random.Random(seed).sample(items, len(items))
+    one, other = (plan_batch(0, given, ranks, 64, whole_groups=whole) for given in (items, mixed))
+    assert (one.num_loss_tokens, one.num_sequences, one.num_groups) == (
+        other.num_loss_tokens,
+        other.num_sequences,
+        other.num_groups,
+    )
+    loads = [sorted(sum(b.num_tokens for b in rank.micro_batches) for rank in p.ranks) for p in (one, other)]
+    assert loads[0] == loads[1]
+    assert len(one.ranks[0].micro_batches) == len(other.ranks[0].micro_batches) or whole
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_eight_thousand_sequences_are_packed_tightly_evenly_and_fast(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -116,3 +191,6 @@ def test_eight_thousand_sequences_are_packed_tightly_evenly_and_fast(seed: int) 
     assert sum(lengths) / places >= 0.96
     assert max(loads) / (sum(loads) / 8) <= 1.01
     assert min(elapsed) < 0.1
+    whole = plan_batch(0, items, 8, budget, whole_groups=True)
+    loads = [sum(batch.num_tokens for batch in rank.micro_batches) for rank in whole.ranks]
+    assert max(loads) / (sum(loads) / 8) <= 1.05
