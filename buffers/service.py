@@ -9,7 +9,7 @@ import grpc.aio
 from headrace.buffers.backend import BufferBackend, LeasedBatch, TakeOrder
 from headrace.buffers.put_stream import Producers, PutStream
 from headrace.engine.errors import HeadraceError
-from headrace.engine.transport.buffer_wire import MAX_RECORD_BYTES, cut_frames
+from headrace.engine.transport.buffer_wire import MAX_RECORD_BYTES, cut_frames, micro_batch_to_proto
 from headrace.engine.transport.channel import FRAME_BYTES
 from headrace.engine.transport.convert import version_to_proto
 from headrace.engine.transport.server import Service
@@ -150,10 +150,7 @@ def _batch_to_proto(batch: LeasedBatch, rank: int) -> pb.LeasedBatch:
     return pb.LeasedBatch(
         lease_token=batch.lease_token,
         step=batch.plan.step,
-        micro_batches=[
-            pb.MicroBatchPlan(record_ids=micro_batch.record_ids, num_tokens=micro_batch.num_tokens)
-            for micro_batch in batch.plan.ranks[rank].micro_batches
-        ],
+        micro_batches=[micro_batch_to_proto(micro_batch) for micro_batch in batch.plan.ranks[rank].micro_batches],
         num_loss_tokens=batch.plan.num_loss_tokens,
         num_sequences=batch.plan.num_sequences,
         num_groups=batch.plan.num_groups,

@@ -15,6 +15,7 @@ from headrace.engine.transport.buffer_wire import (
     CALL_TIMEOUT_S,
     Assembler,
     BufferStats,
+    micro_batch_from_proto,
     stats_from_proto,
     whole_records,
 )
@@ -191,9 +192,7 @@ def _collect(answers: Iterable[pb.TakeResponse]) -> TakenBatch:
             columns[column.record_id][column.name] = column.data
     if batch is None:
         raise FormatError("the batch came without its plan")
-    micro_batches = tuple(
-        MicroBatchPlan(record_ids=tuple(plan.record_ids), num_tokens=plan.num_tokens) for plan in batch.micro_batches
-    )
+    micro_batches = tuple(micro_batch_from_proto(plan) for plan in batch.micro_batches)
     planned = [record_id for micro_batch in micro_batches for record_id in micro_batch.record_ids]
     if list(records) != planned:
         raise FormatError(f"the plan of step {batch.step} names {len(planned)} records, and {len(records)} came")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from headrace.engine.errors import FormatError
 from headrace.engine.transport.convert import version_from_proto, version_to_proto
+from headrace.engine.types import MicroBatchPlan
 from headrace.engine.types.records import RecordHeader
 from headrace.v1 import buffer_pb2
 from headrace.v1 import trajectory_pb2 as pb
@@ -49,6 +50,26 @@ def header_from_proto(message: pb.RecordHeader) -> RecordHeader:
         num_loss_tokens=message.num_loss_tokens,
         mean_version=message.mean_version,
     )
+
+
+def micro_batch_to_proto(plan: MicroBatchPlan) -> buffer_pb2.MicroBatchPlan:
+    """The wire's form of a micro-batch's plan."""
+    return buffer_pb2.MicroBatchPlan(record_ids=plan.record_ids, num_tokens=plan.num_tokens, shared=plan.shared)
+
+
+def micro_batch_from_proto(message: buffer_pb2.MicroBatchPlan) -> MicroBatchPlan:
+    """Our form of a micro-batch's plan.
+
+    Raises:
+        FormatError: The sharing units are empty or do not add up to the records.
+    """
+    shared = tuple(message.shared)
+    if shared and (0 in shared or sum(shared) != len(message.record_ids)):
+        raise FormatError(
+            f"a micro-batch of {len(message.record_ids)} records came with {len(shared)} sharing units of "
+            f"{sum(shared)} records; each needs at least one, and they must add up"
+        )
+    return MicroBatchPlan(record_ids=tuple(message.record_ids), num_tokens=message.num_tokens, shared=shared)
 
 
 @dataclass(frozen=True, slots=True)

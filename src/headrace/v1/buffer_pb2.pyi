@@ -260,18 +260,27 @@ class MicroBatchPlan(_message.Message):
 
     RECORD_IDS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
+    """Tokens that are computed, each shared prompt once."""
     @_builtins.property
     def record_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def shared(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sizes of consecutive sharing units: the records of one share a copy of their prompt. They add up to all records;
+        empty where the plan does not say.
+        """
+
     def __init__(
         self,
         *,
         record_ids: _abc.Iterable[_builtins.str] | None = ...,
         num_tokens: _builtins.int = ...,
+        shared: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "record_ids", b"record_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "record_ids", b"record_ids", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

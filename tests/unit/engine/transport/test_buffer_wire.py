@@ -12,10 +12,13 @@ from headrace.engine.transport.buffer_wire import (
     cut_frames,
     header_from_proto,
     header_to_proto,
+    micro_batch_from_proto,
+    micro_batch_to_proto,
     whole_records,
 )
-from headrace.engine.types import PolicyVersion
+from headrace.engine.types import MicroBatchPlan, PolicyVersion
 from headrace.engine.types.records import RecordHeader
+from headrace.v1 import buffer_pb2
 from headrace.v1 import trajectory_pb2 as pb
 
 
@@ -92,3 +95,16 @@ def test_a_piece_without_a_beginning_is_refused_unless_it_was_dealt_with_before(
     assert assembler.feed(_piece(None, b"x", 5, 6)) == []
     with pytest.raises(FormatError, match="first piece"):
         list(whole_records(assembler, [_piece("a", b"12", 0, 1)]))
+
+
+@pytest.mark.parametrize("shared", [(), (2, 1), (1, 1, 1)])
+def test_a_micro_batch_s_plan_survives_the_wire(shared: tuple[int, ...]) -> None:
+    plan = MicroBatchPlan(record_ids=("a", "b", "c"), num_tokens=7, shared=shared)
+    sent = micro_batch_to_proto(plan).SerializeToString()
+    assert micro_batch_from_proto(buffer_pb2.MicroBatchPlan.FromString(sent)) == plan
+
+
+@pytest.mark.parametrize("shared", [[1], [2, 2], [3, 0], [4_000_000_000]])
+def test_sharing_units_that_do_not_add_up_to_the_records_are_refused(shared: list[int]) -> None:
+    with pytest.raises(FormatError, match="sharing units"):
+        micro_batch_from_proto(buffer_pb2.MicroBatchPlan(record_ids=["a", "b", "c"], shared=shared))
