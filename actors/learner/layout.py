@@ -4,6 +4,10 @@ Only what a scored token needs is computed: a sequence without loss tokens is le
 last loss token on. Samples of one prompt share it: the prompt stands once, followed by the responses as branches that
 see the prompt and themselves. With 8 samples of a 45-token prompt and 12-token responses a row has 133 tokens, not 448.
 
+Which samples share is what the batch's plan says. It may be divided further where that is cheaper and computes no more
+tokens than the plan's units, for the token budget counts on them; it is never extended. A micro-batch without a plan
+shares whatever begins alike.
+
 Invariants:
 - A branch sees exactly its own prompt and its own earlier tokens, at the positions it would have alone.
 - A padding position sees itself only (plain rows: what is before it), and nothing that is scored sees it.
@@ -17,6 +21,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from headrace.engine.scheduling.prompt_sharing import row_cost
 from headrace.engine.types import MicroBatch
 
 Ints = npt.NDArray[np.int64]
@@ -47,13 +52,13 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    prefix: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]  # from the first loss token up to, not including, the last one
+    prefix: npt.NDArray[np.int32]  # what may be shared; ends before the first loss token at the latest
+    tokens: npt.NDArray[np.int32]  # from there up to, not including, the last loss token
     scored: Ints  # positions in the micro-batch
     source: Ints  # their predecessors' positions in prefix + tokens
 
 
-_Unit = list[_Branch]  # branches of one prompt, laid out together
+_Unit = list[_Branch]  # branches of one prefix, laid out together
 
 
 def lay_out(micro_batch: MicroBatch, *, hidden_size: int, mode: LayoutMode = "auto") -> RowLayout:
@@ -63,21 +68,23 @@ def lay_out(micro_batch: MicroBatch, *, hidden_size: int, mode: LayoutMode = "au
         micro_batch: The packed tokens.
         hidden_size: Of the model; weighs attention against the rest of a layer.
         mode: "plain" puts one sequence into each row, which every causal model keeps apart; "auto" may also share
-            prompts and put several sequences into a row, which needs a model that honours a mask.
+            prompts and put several sequences into a row, which needs a model that honours a mask. "plain" computes each
+            prompt anew, so there a plan's count is too low.
     """
-    branches = _branches(micro_batch)
-    if not branches:
+    units = _units(micro_batch)
+    if not units:
         return _nothing_scored(micro_batch)
-    alone: list[_Unit] = [[branch] for branch in branches]
-    best_rows: list[list[_Unit]] = [[unit] for unit in alone]
+    alone: list[list[_Unit]] = [[[branch]] for unit in units for branch in unit]
     if mode == "plain":
-        return _fill(best_rows, masked=False)
-    best_masked, best_cost = False, _cost(best_rows, hidden_size, masked=False)
-    for units in _shared_units(branches):
-        rows = _first_fit(units)
-        cost = _cost(rows, hidden_size, masked=True)
-        if cost < best_cost:
-            best_rows, best_masked, best_cost = rows, True, cost
+        return _fill(alone, masked=False)
+    whole = _first_fit(units)
+    limit = _num_tokens(whole) if micro_batch.shared else None
+    best_rows, best_masked, best_cost = whole, True, _cost(whole, hidden_size, masked=True)
+    ways = [(alone, False)] + [(_first_fit(divided), True) for divided in _divisions(units)]
+    for rows, masked in ways:
+        cost = _cost(rows, hidden_size, masked=masked)
+        if cost < best_cost and (limit is None or _num_tokens(rows) <= limit):
+            best_rows, best_masked, best_cost = rows, masked, cost
     return _fill(best_rows, masked=best_masked)
 
 
@@ -87,35 +94,43 @@ def _nothing_scored(micro_batch: MicroBatch) -> RowLayout:
     return RowLayout(token_ids=token[None], position_ids=zero[None], attention=None, source=zero, target=zero[:0])
 
 
-def _branches(micro_batch: MicroBatch) -> list[_Branch]:
+def _units(micro_batch: MicroBatch) -> list[_Unit]:
+    """Branches that share their prefix: those of a planned unit, else those that begin alike up to the loss."""
+    planned = np.repeat(np.arange(len(micro_batch.shared)), micro_batch.shared)
     starts = np.flatnonzero(micro_batch.position_ids == 0)
-    found: list[_Branch] = []
-    for start, end in zip(starts, [*starts[1:], micro_batch.token_ids.size], strict=True):
+    found: dict[int | bytes, list[tuple[npt.NDArray[np.int32], Ints, int]]] = {}
+    for sequence, (start, end) in enumerate(zip(starts, [*starts[1:], micro_batch.token_ids.size], strict=True)):
         loss = np.flatnonzero(micro_batch.loss_mask[start:end])
         if loss.size == 0:
             continue
-        first, last = int(loss[0]), int(loss[-1])
-        assert first > 0, "the first token of a sequence has no score"
+        assert loss[0] > 0, "the first token of a sequence has no score"
         tokens = micro_batch.token_ids[start:end]
-        found.append(
-            _Branch(prefix=tokens[:first], tokens=tokens[first:last], scored=loss + int(start), source=loss - 1)
-        )
-    return found
+        key = int(planned[sequence]) if micro_batch.shared else tokens[: loss[0]].tobytes()
+        found.setdefault(key, []).append((tokens, loss, int(start)))
+    return [_unit(members) for members in found.values()]
 
 
-def _shared_units(branches: Sequence[_Branch]) -> list[list[_Unit]]:
-    """Ways to share prompts: at most 1, 2, 4, ... branches together. Long responses are cheaper in small units."""
-    by_prefix: dict[bytes, _Unit] = {}
-    for branch in branches:
-        by_prefix.setdefault(branch.prefix.tobytes(), []).append(branch)
-    most = max(len(unit) for unit in by_prefix.values())
-    ways: list[list[_Unit]] = []
-    size = 1
-    while True:
-        ways.append([unit[i : i + size] for unit in by_prefix.values() for i in range(0, len(unit), size)])
-        if size >= most:
-            return ways
-        size *= 2
+def _unit(members: Sequence[tuple[npt.NDArray[np.int32], Ints, int]]) -> _Unit:
+    """The prefix is what all members begin with, up to the earliest loss token of any.
+
+    A continuation that starts with masked tokens of its own so still shares the prompt with its siblings.
+    """
+    length = min(int(loss[0]) for _, loss, _ in members)
+    first = members[0][0]
+    for tokens, _, _ in members[1:]:
+        differs = np.flatnonzero(tokens[:length] != first[:length])
+        length = int(differs[0]) if differs.size else length
+    return [
+        _Branch(prefix=tokens[:length], tokens=tokens[length : loss[-1]], scored=loss + start, source=loss - 1)
+        for tokens, loss, start in members
+    ]
+
+
+def _divisions(units: Sequence[_Unit]) -> list[list[_Unit]]:
+    """Units of at most 1, 2, 4, ... branches, all narrower than `units`. Long responses are cheaper in small units."""
+    most = max(len(unit) for unit in units)
+    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+    return [[unit[i : i + size] for unit in units for i in range(0, len(unit), size)] for size in sizes or [1]]
 
 
 def _width(unit: _Unit) -> int:
@@ -140,14 +155,19 @@ def _first_fit(units: Sequence[_Unit]) -> list[list[_Unit]]:
 
 
 def _cost(rows: Sequence[Sequence[_Unit]], hidden_size: int, *, masked: bool) -> int:
-    """Relative arithmetic of a pass: a layer's matrices (about 12 H² weights) and attention over the row."""
-    width = max(sum(_width(unit) for unit in row) for row in rows)
-    attention = 2 * width if masked else width  # a causal kernel skips the upper half
-    return len(rows) * width * (6 * hidden_size + attention)
+    return row_cost(len(rows), _row_width(rows), hidden_size, masked=masked)
+
+
+def _num_tokens(rows: Sequence[Sequence[_Unit]]) -> int:
+    return len(rows) * _row_width(rows)
+
+
+def _row_width(rows: Sequence[Sequence[_Unit]]) -> int:
+    return max(sum(_width(unit) for unit in row) for row in rows)
 
 
 def _fill(rows: Sequence[Sequence[_Unit]], *, masked: bool) -> RowLayout:
-    width = max(sum(_width(unit) for unit in row) for row in rows)
+    width = _row_width(rows)
     shape = (len(rows), width)
     token_ids = np.zeros(shape, dtype=np.int64)
     position_ids = np.broadcast_to(np.arange(width, dtype=np.int64), shape).copy()

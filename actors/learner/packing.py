@@ -3,7 +3,8 @@
 Masks come from what was recorded, never from a search for end or padding ids, and ids are used as they were sampled.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -56,6 +57,7 @@ def build_step_batch(
                 [trajectories[name] for name in micro_batch.record_ids],
                 [advantages[name] for name in micro_batch.record_ids],
                 step,
+                shared=micro_batch.shared,
             )
             for micro_batch in plan.micro_batches
         ),
@@ -65,7 +67,9 @@ def build_step_batch(
     )
 
 
-def build_micro_batch(trajectories: Sequence[Trajectory], advantages: Sequence[float], step: int) -> MicroBatch:
+def build_micro_batch(
+    trajectories: Sequence[Trajectory], advantages: Sequence[float], step: int, *, shared: Sequence[int] = ()
+) -> MicroBatch:
     """Lay sequences end to end; see `MicroBatch` for the alignment.
 
     No trajectories give a padding micro-batch: one token, no loss, so that each rank runs the same number of passes.
@@ -74,12 +78,17 @@ def build_micro_batch(trajectories: Sequence[Trajectory], advantages: Sequence[f
         trajectories: S records, each with a prompt of at least one token.
         advantages: S scalars; each is spread over its record's loss tokens.
         step: The step that trains on them, for the lags.
+        shared: Sizes of consecutive sharing units, as in `MicroBatchPlan`. A unit whose prompts are not the same is
+            divided, for the plan knows their lengths alone.
 
     Raises:
-        InputError: The counts differ, or a record cannot be trained on; names the record.
+        InputError: The counts differ, the units do not add up to the records, or a record cannot be trained on; names
+            the record.
     """
     if len(trajectories) != len(advantages):
         raise InputError(f"{len(trajectories)} records and {len(advantages)} advantages: give one advantage a record")
+    if shared and (min(shared) < 1 or sum(shared) != len(trajectories)):
+        raise InputError(f"sharing units of {list(shared)} records do not add up to {len(trajectories)} records")
     if not trajectories:
         return _padding_micro_batch()
     for trajectory, advantage in zip(trajectories, advantages, strict=True):
@@ -101,7 +110,64 @@ def build_micro_batch(trajectories: Sequence[Trajectory], advantages: Sequence[f
         temperature=np.array([t.temperature for t in trajectories], dtype=np.float32),
         record_ids=tuple(t.record_id for t in trajectories),
         lags=np.array([step - t.oldest_version.version for t in trajectories], dtype=np.int32),
+        group_ids=_numbered([t.group_id for t in trajectories]),
+        shared=_of_equal_prompts(trajectories, shared),
     )
+
+
+def in_input_order(
+    record_ids: Sequence[str],
+    micro_batches: Iterable[MicroBatch],
+    values: Iterable[npt.NDArray[Scalar]],
+) -> list[npt.NDArray[Scalar]]:
+    """Per-token results of micro-batches, as one array a record in the order of the batch; padding is left out.
+
+    Args:
+        record_ids: The order that is wanted.
+        micro_batches: In the order in which they ran, of one rank or of several.
+        values: For each micro-batch an array [N] over its tokens.
+
+    Returns:
+        For each record its values [prompt and response tokens].
+
+    Raises:
+        InputError: A record is in none of the micro-batches or in two, or an array has not one value a token.
+    """
+    found: dict[str, npt.NDArray[Scalar]] = {}
+    for micro_batch, column in zip(micro_batches, values, strict=True):
+        if column.shape != micro_batch.token_ids.shape:
+            raise InputError(f"values of shape {column.shape} came for {micro_batch.token_ids.size} tokens: give [N]")
+        starts = np.flatnonzero(micro_batch.position_ids == 0)[1:]
+        for name, part in zip(micro_batch.record_ids, np.split(column, starts), strict=True):
+            if name in found:
+                raise InputError(f"record {name!r} is in two micro-batches: its results would be ambiguous")
+            if name:  # padding has no name
+                found[name] = part
+    missing = [name for name in record_ids if name not in found]
+    if missing:
+        raise InputError(f"{len(missing)} records have no result, {missing[0]!r} is the first: run all micro-batches")
+    return [found[name] for name in record_ids]
+
+
+def _numbered(names: Sequence[str]) -> npt.NDArray[np.int32]:
+    """Each name as a number from 0, in order of first appearance."""
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int32)
+
+
+def _of_equal_prompts(trajectories: Sequence[Trajectory], shared: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of sharing units, divided wherever a prompt is not the one before it."""
+    sizes: list[int] = []
+    start = 0
+    for size in shared:
+        sizes.append(1)
+        for before, trajectory in pairwise(trajectories[start : start + size]):
+            if np.array_equal(before.prompt_token_ids, trajectory.prompt_token_ids):
+                sizes[-1] += 1
+            else:
+                sizes.append(1)
+        start += size
+    return tuple(sizes)
 
 
 def _padding_micro_batch() -> MicroBatch:

@@ -71,6 +71,66 @@ def test_a_micro_batch_without_loss_still_has_one_place_to_run(make_record: Make
         assert layout.token_ids.shape == (1, 1) and layout.source.tolist() == [0] and layout.target.size == 0
 
 
+def test_the_layout_shares_what_the_plan_says_and_nothing_else(make_record: MakeRecord) -> None:
+    prompt = list(range(10, 55))
+    records = [make_record(prompt, [100 + i] * 12) for i in range(8)]
+    packed = build_micro_batch(records, [1.0] * 8, step=0, shared=(4, 4))
+    layout = lay_out(packed, hidden_size=576)
+    assert (layout.token_ids == 10).sum() == 2  # two copies of the prompt, though all eight begin alike
+    assert layout.token_ids.size == 2 * (45 + 4 * 11)
+    assert_each_loss_token_sees_exactly_what_precedes_it(packed, layout)
+    alone = lay_out(build_micro_batch(records, [1.0] * 8, step=0, shared=(1,) * 8), hidden_size=576)
+    assert alone.token_ids.size == 8 * 56
+
+
+def test_a_planned_unit_is_not_divided_if_that_computes_more_tokens(make_record: MakeRecord) -> None:
+    records = [make_record([7] * 100, [100 + i] * 400) for i in range(4)]
+    found = lay_out(build_micro_batch(records, [1.0] * 4, step=0), hidden_size=64)
+    assert found.token_ids.size == 4 * 499  # cheaper, as far as time goes
+    planned = build_micro_batch(records, [1.0] * 4, step=0, shared=(4,))
+    layout = lay_out(planned, hidden_size=64)
+    assert layout.token_ids.size == 100 + 4 * 399
+    assert_each_loss_token_sees_exactly_what_precedes_it(planned, layout)
+
+
+def test_partial_continuation_a_masked_beginning_of_its_own_does_not_keep_a_branch_from_its_prompt(
+    make_record: MakeRecord,
+) -> None:
+    prompt = list(range(10, 50))
+    whole = make_record(prompt, [7] * 10)
+    resumed = make_record(prompt, [8] * 10, mask=[0] * 6 + [1] * 4)
+    packed = build_micro_batch([whole, resumed], [1.0] * 2, step=0, shared=(2,))
+    layout = lay_out(packed, hidden_size=576)
+    assert layout.token_ids.size == 40 + 9 + 9
+    assert_each_loss_token_sees_exactly_what_precedes_it(packed, layout)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    drawn=st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1)),
+        min_size=1,
+        max_size=4,
+    ),
+    hidden=st.sampled_from([1, 64, 4096]),
+)
+def test_any_planned_batch_is_laid_out_within_the_width_of_its_units(
+    make_record: MakeRecord, drawn: list[tuple[int, list[list[int]]]], hidden: int
+) -> None:
+    records = [
+        make_record([unit] * prompt, [10 * index + at for at in range(len(mask))], mask=mask)
+        for unit, (prompt, masks) in enumerate(drawn)
+        for index, mask in enumerate(masks)
+    ]
+    shared = tuple(len(masks) for _, masks in drawn)
+    packed = build_micro_batch(records, [1.0] * len(records), step=0, shared=shared)
+    layout = lay_out(packed, hidden_size=hidden)
+    if packed.loss_mask.any():
+        assert_each_loss_token_sees_exactly_what_precedes_it(packed, layout)
+    widths = [prompt + sum(len(mask) for mask in masks) for prompt, masks in drawn]
+    assert layout.token_ids.size <= len(widths) * max(widths)
+
+
 samples = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 4), st.lists(st.integers(0, 1), min_size=1, max_size=6)),
     min_size=1,
