@@ -1,25 +1,23 @@
 # pyright: basic
 # torch is only partly typed.
-"""A trainer's part of a checkpoint: sharded safetensors and one JSON file; readable on any number of ranks.
+"""A trainer's part of a checkpoint: one safetensors file a rank and one JSON file; readable on any number of ranks.
 
-torch's distributed checkpoint with its safetensors storage; its default storage would unpickle what it reads.
+Not torch's distributed checkpoint: its default storage unpickles what it reads, and its safetensors storage holds
+everything that it writes in memory a second time.
 
 Invariant: `trainer.json` is written last, after all ranks' tensors are on disk; without it the folder is not complete.
 """
 
+import errno
 import os
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from headrace.actors.learner.checkpoint import sync_path, write_durably
 from headrace.actors.learner.sharding import RankGroup
+from headrace.actors.learner.state_file import read_state_files, write_state_file
 from headrace.engine.errors import FormatError
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ else:
     Tensor = Any
 
 STATE_FILE = "trainer.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,16 +50,22 @@ def save_state(folder: Path, tensors: dict[str, Tensor], state: TrainerState, gr
     """Write below `folder`; returns on every rank when all is on disk. Collective.
 
     Raises:
-        OSError: The disk is full or not writable; the folder stays without its JSON file.
+        OSError: The disk of this rank or of another one is full or not writable; the folder stays without its JSON
+            file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     group.barrier()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the storage's notes about its own API
-        save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    for file in folder.glob(f"shard-{group.rank + 1:05d}-*.safetensors"):
-        sync_path(file)
-    group.barrier()
+    failure: OSError | None = None
+    try:
+        file = folder / f"rank-{group.rank:05d}-of-{group.num_ranks:05d}.safetensors"
+        write_state_file(file, tensors, writes_whole=group.rank == 0)
+    except OSError as error:  # raised when the others know
+        failure = error
+    (any_failed,) = group.max([float(failure is not None)])
+    if failure is not None:
+        raise failure
+    if any_failed:
+        raise OSError(errno.EIO, "another rank could not write its part")
     if group.rank == 0:
         sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
         write_durably(folder / STATE_FILE, msgspec.json.encode(msgspec.structs.replace(state, files=sizes)))
@@ -70,21 +74,19 @@ def save_state(folder: Path, tensors: dict[str, Tensor], state: TrainerState, gr
 
 
 def load_state(folder: Path, tensors: dict[str, Tensor]) -> TrainerState:
-    """Read into `tensors`, whatever number of ranks wrote them. Collective.
+    """Read into `tensors`, whatever number of ranks wrote them.
 
     Raises:
         FormatError: The folder is not a complete checkpoint, or of another model.
     """
     state = _read_json(folder)
-    for name, size in state.files.items():
-        file = folder / os.path.basename(name)
+    files = {folder / os.path.basename(name): size for name, size in state.files.items()}
+    for file, size in files.items():
         if not file.is_file() or file.stat().st_size != size:
             raise FormatError(f"{file} is missing or cut short: the checkpoint is damaged; resume from another one")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
-    except (CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
+        read_state_files(files, tensors)
+    except (FormatError, OSError) as error:
         raise FormatError(f"{folder} does not hold this model's tensors: {error}") from error
     return state
 
