@@ -29,7 +29,7 @@ from headrace.engine.types import BatchPlan, MicroBatchPlan, RankPlan
 __all__ = ["PlanItem", "plan_batch"]
 
 
-_Piece = list[Unit]
+_Units = list[Unit]
 
 
 def plan_batch(
@@ -61,7 +61,7 @@ def plan_batch(
         share_prompts: A micro-batch holds the prompt of a group once, and the budget counts it once. Records of a group
             stay in one micro-batch if they fit; without `whole_groups` a group is divided between ranks where one would
             otherwise have more than 1% above the mean. Only for a model that can share: others compute each prompt.
-        hidden_size: Of the model, with `share_prompts`: groups are shared only as far as that makes the pass cheaper,
+        hidden_size: Of the model, with `share_prompts`: prompts are shared only as far as that makes the pass cheaper,
             for attention over a shared row grows with the square of its width. None: as far as the budget allows.
 
     Raises:
@@ -69,8 +69,11 @@ def plan_batch(
     """
     _check(items, num_ranks, token_budget, hidden_size)
     sharing = PromptSharing(items, token_budget, hidden_size) if share_prompts else None
-    shares = _shares(items, num_ranks, token_budget, sharing, whole_groups)
-    packed = [_pack(share, token_budget) for share in shares]
+    units = sharing.cut(range(len(items))) if sharing else [Unit((i,), item.num_tokens) for i, item in enumerate(items)]
+    if whole_groups:
+        packed = _pack_groups(items, units, num_ranks, token_budget)
+    else:
+        packed = _pack_units(units, num_ranks, token_budget, sharing)
     num_micro_batches = max(len(micro_batches) for micro_batches in packed)
     padding = MicroBatchPlan(record_ids=(), num_tokens=0)
     return BatchPlan(
@@ -109,25 +112,34 @@ def _check(items: Sequence[PlanItem], num_ranks: int, token_budget: int, hidden_
             )
 
 
-def _shares(
-    items: Sequence[PlanItem], num_ranks: int, token_budget: int, sharing: PromptSharing | None, whole_groups: bool
-) -> list[list[_Piece]]:
-    """The pieces of each rank."""
-    if sharing is None:
-        units = [Unit((index,), item.num_tokens) for index, item in enumerate(items)]
-    else:
-        units = sharing.cut(range(len(items)))
-    if whole_groups:
-        bundles = _whole_groups(items, units, token_budget)
-        sizes = [sum(unit.tokens for piece in bundle for unit in piece) for bundle in bundles]
-        return [[piece for position in dealt for piece in bundles[position]] for dealt in _deal(sizes, num_ranks)]
+def _pack_units(
+    units: Sequence[Unit], num_ranks: int, token_budget: int, sharing: PromptSharing | None
+) -> list[list[_Units]]:
+    """For each rank its micro-batches, where each unit is on its own."""
     shares = [[units[position] for position in dealt] for dealt in _deal([unit.tokens for unit in units], num_ranks)]
     if sharing is not None:
         shares = sharing.level(shares)
-    return [[[unit] for unit in share] for share in shares]
+    return [
+        [[share[position] for position in positions] for positions in _pack([u.tokens for u in share], token_budget)]
+        for share in shares
+    ]
 
 
-def _whole_groups(items: Sequence[PlanItem], units: Sequence[Unit], token_budget: int) -> list[list[_Piece]]:
+def _pack_groups(
+    items: Sequence[PlanItem], units: Sequence[Unit], num_ranks: int, token_budget: int
+) -> list[list[_Units]]:
+    """For each rank its micro-batches, where groups stay together."""
+    bundles = _bundles(items, units, token_budget)
+    sizes = [[sum(unit.tokens for unit in piece) for piece in bundle] for bundle in bundles]
+    packed: list[list[_Units]] = []
+    for dealt in _deal([sum(pieces) for pieces in sizes], num_ranks):
+        pieces = [piece for bundle in dealt for piece in bundles[bundle]]
+        bins = _pack([size for bundle in dealt for size in sizes[bundle]], token_budget)
+        packed.append([[unit for position in positions for unit in pieces[position]] for positions in bins])
+    return packed
+
+
+def _bundles(items: Sequence[PlanItem], units: Sequence[Unit], token_budget: int) -> list[list[_Units]]:
     """For each group its pieces: units together as far as they fit into a micro-batch."""
     groups: dict[str, list[Unit]] = {}
     for unit in units:
@@ -149,12 +161,10 @@ def _deal(sizes: Sequence[int], num_ranks: int) -> list[list[int]]:
     return shares
 
 
-def _pack(share: Sequence[_Piece], token_budget: int) -> list[list[Unit]]:
-    """Micro-batches of units, most tokens first."""
-    sizes = [sum([unit.tokens for unit in piece]) for piece in share]
+def _pack(sizes: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Positions in `sizes` for each micro-batch, most tokens first."""
     bins = best_fit(sizes, token_budget)
-    bins.sort(key=lambda positions: -sum([sizes[position] for position in positions]))
-    return [[unit for position in positions for unit in share[position]] for positions in bins]
+    return sorted(bins, key=lambda positions: -sum([sizes[position] for position in positions]))
 
 
 def _micro_batch_plan(items: Sequence[PlanItem], units: Sequence[Unit], share_prompts: bool) -> MicroBatchPlan:
