@@ -4,7 +4,8 @@
     ├── UsageError                what the caller gave cannot be used; nothing was started      exit code 2
     │   ├── ConfigError           a configuration key or value
     │   ├── SchemaError           an unknown table or column, a wrong dtype or shape
-    │   └── InputError            bad tensors or rewards handed to a pure function
+    │   ├── InputError            bad tensors or rewards handed to a pure function
+    │   └── PromptTooLongError    a prompt and its response do not fit the context
     └── RunError                  something went wrong while running                           exit code 1
         ├── FormatError           received bytes are not what they claim to be
         ├── DeadlineError         a wait reached its deadline; says for what and for whom
@@ -46,6 +47,10 @@ class SchemaError(UsageError):
 
 class InputError(UsageError):
     """Arrays or rewards handed to a pure function are out of its domain."""
+
+
+class PromptTooLongError(UsageError):
+    """A prompt and the response that is asked for do not fit the context together."""
 
 
 class RunError(HeadraceError, RuntimeError):

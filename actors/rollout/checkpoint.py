@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
-from headrace.engine.errors import ConfigError, FormatError, UsageError
+from headrace.engine.errors import ConfigError, FormatError, PromptTooLongError, UsageError
 from headrace.engine.types import GenerateRequest, WeightManifest
 
 # Larger headers than this are nonsense: it is some hundred bytes a tensor.
@@ -99,14 +99,16 @@ def check_request(request: GenerateRequest, max_context_tokens: int, model_dir: 
     """Refuse a request that cannot run.
 
     Raises:
-        UsageError: The prompt is empty, prompt and `max_tokens` do not fit the context, or stop strings were given to a
-            checkpoint without a tokenizer.
+        PromptTooLongError: Prompt and `max_tokens` do not fit the context.
+        UsageError: The prompt is empty, `max_tokens` is not positive, or stop strings were given to a checkpoint
+            without a tokenizer.
     """
-    needed = len(request.token_ids) + request.sampling.max_tokens
-    if not request.token_ids or request.sampling.max_tokens < 1 or needed > max_context_tokens:
-        raise UsageError(
-            f"Request {request.request_id} has {len(request.token_ids)} prompt tokens and asks for "
-            f"{request.sampling.max_tokens}; neither may be empty and both together are at most {max_context_tokens}."
+    num_prompt, num_response = len(request.token_ids), request.sampling.max_tokens
+    if not num_prompt or num_response < 1 or num_prompt + num_response > max_context_tokens:
+        kind = PromptTooLongError if num_prompt and num_response > 0 else UsageError
+        raise kind(
+            f"Request {request.request_id} has {num_prompt} prompt tokens and asks for {num_response}; neither may be "
+            f"empty and both together are at most {max_context_tokens}."
         )
     if request.sampling.stop and not has_tokenizer(model_dir):
         raise UsageError(f"{model_dir} has no tokenizer for stop strings; give stop_token_ids instead.")

@@ -10,6 +10,8 @@ Invariants:
 - The version that the hub is told is one that the engine has acknowledged.
 - A failure of one group ends that group, not the worker; a failure of the engine ends the worker.
 - An update that waits for what is sampled does not wait for groups that came after it: they wait for the update.
+- After an update that has failed in the engine no group is begun until one is served: it would only fail, and lose an
+  attempt. Updates that were refused before they touched the engine hold nothing back.
 """
 
 import asyncio
@@ -23,14 +25,14 @@ from headrace.actors.rollout.rendering import Renderer
 from headrace.actors.rollout.sampling import sample_once
 from headrace.engine.clock import Clock
 from headrace.engine.config import Config
-from headrace.engine.errors import ActorLostError, HeadraceError, RunError, UsageError
+from headrace.engine.errors import ActorLostError, HeadraceError, PromptTooLongError, RunError
 from headrace.engine.interfaces import InferenceBackend
 from headrace.engine.records import encode_trajectory, header_of
 from headrace.engine.transport.buffer import BufferClient
 from headrace.engine.transport.control import Progress, Span
 from headrace.engine.transport.convert import group_from_proto, version_to_proto
 from headrace.engine.transport.status import error_from_rpc
-from headrace.engine.types import PolicyVersion, PromptGroup, WeightAck, WeightUpdate
+from headrace.engine.types import AckStatus, PolicyVersion, PromptGroup, WeightAck, WeightUpdate
 from headrace.v1 import rollout_pb2 as pb
 from headrace.v1 import rollout_pb2_grpc
 
@@ -73,6 +75,7 @@ class RolloutWorker:
         self._idle.set()
         self._admitting = asyncio.Event()
         self._admitting.set()
+        self._is_broken = False  # the last update that reached the engine has failed
         self._fatal: BaseException | None = None
         self._end_stream: Callable[[], object] = lambda: None
 
@@ -117,7 +120,8 @@ class RolloutWorker:
     async def apply(self, update: WeightUpdate) -> WeightAck:
         """Bring the engine to a new version and tell the hub.
 
-        With `rollout.partial_rollout = false` what runs is finished first, under the old version.
+        With `rollout.partial_rollout = false` what runs is finished first, under the old version. After an update that
+        failed groups wait for the next one; the hub sends it at once.
         """
         try:
             if not self._config.rollout.partial_rollout:
@@ -125,11 +129,16 @@ class RolloutWorker:
                 await self._at_rest.wait()
             started_s = self._clock.wall()
             ack = await self._backend.apply(update)
+            if ack.status in (AckStatus.SERVING, AckStatus.FAILED):
+                self._is_broken = ack.status is AckStatus.FAILED
             self._on_span(
                 Span(track="weights", name=f"v{update.manifest.version}", start_s=started_s, end_s=self._clock.wall())
             )
         finally:
-            self._admitting.set()
+            if self._is_broken:
+                self._admitting.clear()
+            else:
+                self._admitting.set()
         if ack.version != self._serving:
             self._serving = ack.version
             self._say(pb.WorkRequest(serving=version_to_proto(ack.version)))
@@ -172,7 +181,7 @@ class RolloutWorker:
         except TimeoutError:
             status = pb.GroupEnded.STATUS_FAILED
             message = f"not finished within rollout.request_timeout_s = {self._config.rollout.request_timeout_s:g}"
-        except UsageError as error:
+        except PromptTooLongError as error:
             status = pb.GroupEnded.STATUS_PROMPT_TOO_LONG
             message = str(error)
         except Exception as error:
@@ -207,7 +216,7 @@ class RolloutWorker:
         prompt_ids = self._renderer.render(group.prompt)
         limit = self._config.model.max_context_tokens
         if len(prompt_ids) + group.sampling.max_tokens > limit:
-            raise UsageError(
+            raise PromptTooLongError(
                 f"prompt {group.prompt.prompt_id!r} has {len(prompt_ids)} tokens, which with rollout.max_tokens = "
                 f"{group.sampling.max_tokens} exceed model.max_context_tokens = {limit}; raise the limit, shorten the "
                 'prompt, or set rollout.overlong_prompt = "drop"'

@@ -14,6 +14,7 @@ from headrace.actors.rollout.rendering import IdsOnlyRenderer
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.engine.clock import SystemClock
 from headrace.engine.config import Config
+from headrace.engine.errors import PromptTooLongError, UsageError
 from headrace.engine.transport.channel import open_channel
 from headrace.engine.transport.control import Progress
 from headrace.engine.transport.convert import group_to_proto
@@ -41,17 +42,26 @@ GENERATED = pb.GroupEnded.STATUS_GENERATED
 
 
 class GatedEngine:
-    """Answers a request when its gate is open; a new version is served at once."""
+    """Answers a request when its gate is open; a new version is served at once, or answered as the test says.
+
+    Attributes:
+        answers: What becomes of the next updates; SERVING when there is none.
+        refusal: Raised for every request, if set.
+    """
 
     def __init__(self) -> None:
         self.serving = V0
         self.asked: asyncio.Queue[str] = asyncio.Queue()
         self.gates: dict[str, asyncio.Event] = {}
+        self.answers: list[AckStatus] = []
+        self.refusal: Exception | None = None
 
     def open(self, request_id: str) -> None:
         self.gates.setdefault(request_id, asyncio.Event()).set()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        if self.refusal is not None:
+            raise self.refusal
         gate = self.gates.setdefault(request.request_id, asyncio.Event())
         self.asked.put_nowait(request.request_id)
         await gate.wait()
@@ -63,6 +73,9 @@ class GatedEngine:
         )
 
     async def apply(self, update: WeightUpdate) -> WeightAck:
+        status = self.answers.pop(0) if self.answers else AckStatus.SERVING
+        if status is not AckStatus.SERVING:
+            return WeightAck(version=self.serving, status=status, digest=0)
         self.serving = update.manifest.version
         return WeightAck(version=self.serving, status=AckStatus.SERVING, digest=0)
 
@@ -79,7 +92,7 @@ class WatchedProgress(Progress):
         self.said.put_nowait(doing)
 
     async def reaches(self, doing: str) -> None:
-        while await asyncio.wait_for(self.said.get(), 5) != doing:
+        while await asyncio.wait_for(self.said.get(), 30) != doing:
             pass
 
 
@@ -179,7 +192,7 @@ def update(version: PolicyVersion) -> WeightUpdate:
     return WeightUpdate(manifest=manifest, local_path="")
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 async def test_an_update_between_rollouts_is_not_held_up_by_the_groups_that_wait_for_it(tmp_path: Path) -> None:
     async with working(tmp_path, partial_rollout=False) as bench:
         hub, engine = bench.hub, bench.engine
@@ -193,20 +206,63 @@ async def test_an_update_between_rollouts_is_not_held_up_by_the_groups_that_wait
         await bench.progress.reaches("sampling 3 groups")
         assert engine.asked.empty() and engine.serving == V0
         engine.open("a/0/0")
-        ack = await asyncio.wait_for(applying, 5)
+        ack = await asyncio.wait_for(applying, 30)
         assert ack.version == V1
-        ended = {(await asyncio.wait_for(hub.ended.get(), 5)).group_id for _ in range(3)}
+        ended = {(await asyncio.wait_for(hub.ended.get(), 30)).group_id for _ in range(3)}
         assert ended == {"a", "b", "c"}
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 async def test_a_new_attempt_replaces_the_one_that_the_worker_still_runs(tmp_path: Path) -> None:
     async with working(tmp_path) as bench:
         hub, engine = bench.hub, bench.engine
         hub.send("a")
         assert await engine.asked.get() == "a/0/0"
         hub.send("a", attempt=1)  # overdue at the hub, and given to the same worker again
-        assert await asyncio.wait_for(engine.asked.get(), 5) == "a/0/1"
+        assert await asyncio.wait_for(engine.asked.get(), 30) == "a/0/1"
         engine.open("a/0/1")
-        ended = [await asyncio.wait_for(hub.ended.get(), 5) for _ in range(2)]
+        ended = [await asyncio.wait_for(hub.ended.get(), 30) for _ in range(2)]
         assert [(end.attempt, end.status) for end in ended] == [(0, pb.GroupEnded.STATUS_ABORTED), (1, GENERATED)]
+
+
+@pytest.mark.timeout(120)
+async def test_after_an_update_that_failed_in_the_engine_groups_wait_for_one_that_is_served(tmp_path: Path) -> None:
+    async with working(tmp_path) as bench:
+        hub, engine = bench.hub, bench.engine
+        engine.answers = [AckStatus.FAILED, AckStatus.CORRUPT]
+        assert (await bench.worker.apply(update(V1))).status is AckStatus.FAILED
+        hub.send("a")
+        await bench.progress.reaches("sampling 1 groups")
+        assert (await bench.worker.apply(update(V1))).status is AckStatus.CORRUPT  # changes nothing in the engine
+        hub.send("b")
+        await bench.progress.reaches("sampling 2 groups")
+        assert engine.asked.empty() and hub.ended.empty()
+        assert (await bench.worker.apply(update(V1))).version == V1
+        assert {await asyncio.wait_for(engine.asked.get(), 30) for _ in range(2)} == {"a/0/0", "b/0/0"}
+
+
+@pytest.mark.timeout(120)
+async def test_an_update_that_is_refused_before_it_touches_the_engine_holds_nothing_back(tmp_path: Path) -> None:
+    async with working(tmp_path) as bench:
+        bench.engine.answers = [AckStatus.CORRUPT]
+        await bench.worker.apply(update(V1))
+        bench.hub.send("a")
+        assert await asyncio.wait_for(bench.engine.asked.get(), 30) == "a/0/0"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("refusal", "status"),
+    [
+        (PromptTooLongError("200 tokens"), pb.GroupEnded.STATUS_PROMPT_TOO_LONG),
+        (UsageError("no tokenizer for stop strings"), pb.GroupEnded.STATUS_FAILED),
+    ],
+)
+async def test_only_a_prompt_that_is_too_long_is_called_so(
+    tmp_path: Path, refusal: UsageError, status: pb.GroupEnded.Status.ValueType
+) -> None:
+    async with working(tmp_path) as bench:
+        bench.engine.refusal = refusal
+        bench.hub.send("a")
+        ended = await asyncio.wait_for(bench.hub.ended.get(), 30)
+        assert ended.status == status and str(refusal) in ended.message
