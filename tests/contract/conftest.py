@@ -77,7 +77,7 @@ class BufferChild:
         if self.process.poll() is None:
             self.process.stdin.close()
             try:
-                self.process.wait(10)
+                self.process.wait(30)
             except subprocess.TimeoutExpired:
                 self.kill()
         for pipe in (self.process.stdin, self.process.stdout):

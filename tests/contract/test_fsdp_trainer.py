@@ -169,7 +169,8 @@ def test_token_mean_microbatch_the_update_does_not_depend_on_the_cut(build: Buil
 def test_a_step_reports_the_metrics_of_the_field(build: Build) -> None:
     metrics = build().step(batch()).metrics
     expected = "actor/pg_loss actor/entropy actor/ppo_kl actor/pg_clipfrac actor/grad_norm actor/lr mismatch_kl/mean "
-    expected += "importance/weight_mean importance/raw_mean importance/weight_max perf/tokens perf/tokens_computed"
+    expected += "importance/weight_mean importance/raw_mean importance/weight_max perf/tokens perf/tokens_computed "
+    expected += "actor/loss importance/ess importance/gap_abs_mean importance/rejected_fraction"
     assert set(metrics) == set(expected.split())
     assert metrics["actor/ppo_kl"] == 0.0 and metrics["actor/pg_clipfrac"] == 0.0
     assert metrics["importance/weight_mean"] <= 2.0 and metrics["importance/weight_max"] > 0

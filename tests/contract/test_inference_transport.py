@@ -90,7 +90,7 @@ async def test_closing_the_iterator_ends_the_sample_on_the_other_side(
     await anext(stream)
     assert (await local.state()).num_running == 1
     await stream.aclose()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (await local.state()).num_running:  # noqa: ASYNC110  # no event tells of it from outside
             await asyncio.sleep(0)
     await remote.close()

@@ -71,7 +71,7 @@ async def score(address: str, key: str, text: str = "") -> reward_pb2.ScoreRespo
     async with open_channel(address) as channel:
         stub = reward_pb2_grpc.RewardServiceStub(channel)
         request = reward_pb2.ScoreRequest(idempotency_key=key, samples=[reward_pb2.RewardSample(response_text=text)])
-        return await stub.Score(request, timeout=10)
+        return await stub.Score(request, timeout=30)
 
 
 async def failure(address: str, key: str) -> HeadraceError:
@@ -97,7 +97,7 @@ async def test_a_bug_in_a_handler_is_named_and_the_server_lives_on(address: str)
 
 async def test_a_stream_that_fails_after_its_first_message_delivers_both(address: str) -> None:
     async with open_channel(address) as channel:
-        call = reward_pb2_grpc.RewardServiceStub(channel).ScoreStream(timeout=10)
+        call = reward_pb2_grpc.RewardServiceStub(channel).ScoreStream(timeout=30)
         await call.done_writing()
         got = 0
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -125,11 +125,11 @@ async def test_proxy_env(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_health_and_reflection_come_with_every_server(address: str) -> None:
     async with open_channel(address) as channel:
         reply = await health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(service="headrace.v1.RewardService"), timeout=5
+            health_pb2.HealthCheckRequest(service="headrace.v1.RewardService"), timeout=30
         )
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=30)
         answers = [answer async for answer in call]
     names = {service.name for service in answers[0].list_services_response.service}
     assert "headrace.v1.RewardService" in names
@@ -146,7 +146,7 @@ async def test_leaving_a_stream_by_cancelling_the_call_ends_the_handler(tmp_path
         async for _ in call:
             break
         call.cancel()
-        await asyncio.wait_for(silent.ended.wait(), 5)
+        await asyncio.wait_for(silent.ended.wait(), 30)
 
 
 async def test_an_unreachable_server_is_an_actor_lost_error(tmp_path: Path) -> None:

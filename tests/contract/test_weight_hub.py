@@ -125,7 +125,7 @@ async def test_a_version_is_announced_once_all_ranks_parts_are_there(tmp_path: P
         await asyncio.sleep(0)
         assert not waiting.done()
         assert await asyncio.to_thread(two.publish, part(tmp_path / "payloads", 1, 1, 2))
-        update = await asyncio.wait_for(waiting, 10)
+        update = await asyncio.wait_for(waiting, 30)
         verify_payload(update)
         assert update.manifest.version == PolicyVersion(0, 1)
         assert len(open_payload(update)) == 2
@@ -207,7 +207,7 @@ async def test_version_on_success_a_publisher_that_stops_half_way_leaves_no_vers
                 await call
         waiting = asyncio.create_task(first(hub.subscriber()))
         assert await asyncio.to_thread(lambda: hub.publisher().publish(published, same_host=False))
-        verify_payload(await asyncio.wait_for(waiting, 10))
+        verify_payload(await asyncio.wait_for(waiting, 30))
 
 
 async def test_message_size_a_tensor_larger_than_a_message_may_be_goes_both_ways(tmp_path: Path) -> None:
@@ -296,5 +296,5 @@ async def test_ranks_that_disagree_leave_no_version(tmp_path: Path) -> None:
         waiting = asyncio.create_task(first(hub.subscriber()))
         for rank in (0, 1):
             await asyncio.to_thread(hub.publisher(rank, 2).publish, part(payloads, 2, rank, 2))
-        update = await asyncio.wait_for(waiting, 10)
+        update = await asyncio.wait_for(waiting, 30)
         assert update.manifest.version == PolicyVersion(0, 2)

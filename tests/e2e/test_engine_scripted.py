@@ -126,7 +126,7 @@ async def actors(engine: Engine, folder: Path) -> AsyncIterator[list[BaseExcepti
     try:
         yield failures
     finally:
-        await asyncio.to_thread(thread.join, 10)
+        await asyncio.to_thread(thread.join, 60)
         worker.cancel()
         await asyncio.gather(worker, return_exceptions=True)
 
@@ -142,7 +142,7 @@ async def test_a_run_trains_every_step_and_writes_its_folder(
     config = configuration(tmp_path, hub=hub, num_eval=5)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     async with Engine(config) as engine, actors(engine, tmp_path) as failures:
-        result = await asyncio.wait_for(engine.wait(), 60)
+        result = await asyncio.wait_for(engine.wait(), 120)
     assert not failures
     assert (result.ended, result.steps, result.error) == ("finished", 3, None)
     found = rows(engine.run_folder)
@@ -183,8 +183,8 @@ async def test_a_training_loop_of_ones_own_drives_the_engine(tmp_path: Path, mon
         arguments = (engine.hub_address, tmp_path, seen, failures)
         thread = threading.Thread(target=train_by_hand, args=arguments, daemon=True)
         thread.start()
-        result = await asyncio.wait_for(engine.wait(), 60)
-        await asyncio.to_thread(thread.join, 10)
+        result = await asyncio.wait_for(engine.wait(), 120)
+        await asyncio.to_thread(thread.join, 60)
         worker.cancel()
         await asyncio.gather(worker, return_exceptions=True)
     assert not failures

@@ -42,7 +42,7 @@ class Server:
 
     async def ended(self) -> tuple[int, str]:
         """Wait for its end; exit status and what it wrote to standard error."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert self.process.stderr is not None
             text = await self.process.stderr.read()
             return await self.process.wait(), text.decode()
@@ -55,7 +55,7 @@ async def started(*command: str) -> AsyncIterator[Server]:
     )
     assert process.stdout is not None and process.stdin is not None
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             line = (await process.stdout.readline()).decode().strip()
         head, _, address = line.rpartition(" on ")
         yield Server(process, address, head.removeprefix("serving "))
@@ -75,14 +75,14 @@ async def scorer_served(folder: Path, *options: str) -> AsyncIterator[Server]:
 
 async def run_to_end(*command: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  # about other processes: there is no event
             await asyncio.sleep(0.01)
 
@@ -106,7 +106,7 @@ def worker_pids(folder: Path) -> list[int]:
 
 
 async def test_a_served_function_scores_over_the_network_and_a_hanging_sample_costs_itself(tmp_path: Path) -> None:
-    options = ("--workers", "2", "--timeout", "1", "--port-file", str(tmp_path / "port"))
+    options = ("--workers", "2", "--timeout", "2", "--port-file", str(tmp_path / "port"))
     async with scorer_served(tmp_path, *options) as server:
         assert server.name.endswith("scorer.py:score")
         assert (tmp_path / "port").read_text() == server.address + "\n"

@@ -81,7 +81,7 @@ def test_term_signal_twice_ends_the_command_and_its_reward_server(tmp_path: Path
         process.send_signal(signal.SIGTERM)
         read_until(process, "SIGTERM: stopping at once")
         rest = process.stdout.read() if process.stdout is not None else ""
-        assert process.wait(30) == 130
+        assert process.wait(60) == 130
         assert "Traceback" not in rest
         assert not answers(address)
     finally:

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.engine.supervision import child
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 Train = Any  # the fixture of conftest.py
 
@@ -25,7 +25,7 @@ import sys, grpc
 from headrace.v1 import control_pb2, control_pb2_grpc
 with grpc.insecure_channel(sys.argv[1]) as channel:
     stub = control_pb2_grpc.ControlServiceStub(channel)
-    print(stub.GetStatus(control_pb2.GetStatusRequest(), timeout=5).num_steps)
+    print(stub.GetStatus(control_pb2.GetStatusRequest(), timeout=30).num_steps)
 '''
 
 def forked():
@@ -64,7 +64,7 @@ def test_fork_after_grpc_a_forked_child_of_the_host_does_not_disturb_the_engine(
     train.start_learner(step_s=0.1)
     # No warning is an error here: the newer Pythons warn of every fork of a program with threads.
     argv = [sys.executable, "host.py"]
-    host = subprocess.run(argv, cwd=train.folder, env=train.env, capture_output=True, text=True, timeout=60)
+    host = subprocess.run(argv, cwd=train.folder, env=train.env, capture_output=True, text=True, timeout=120)
     assert (host.returncode, host.stdout.strip()) == (0, "finished 3 12 True"), host.stderr
     train.assert_nothing_is_left()
 

@@ -18,12 +18,12 @@ from google.protobuf.message_factory import GetMessageClass
 from headrace.v1 import buffer_pb2, control_pb2, reward_pb2, rollout_pb2, rollout_pb2_grpc, trajectory_pb2, weights_pb2
 from headrace.v1 import buffer_pb2_grpc as buffer_rpc
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 Train = Any  # the fixture of conftest.py
 
 HUB_PROTOS = (buffer_pb2, control_pb2, rollout_pb2, weights_pb2)
-ANSWER_S = 10.0
+ANSWER_S = 30.0
 
 
 class Bomb:
@@ -133,7 +133,7 @@ def test_no_pickle_is_executed_by_any_endpoint_of_a_run_and_the_run_goes_on(trai
     with subprocess.Popen([sys.executable, "-c", worker], cwd=train.folder, env=train.env) as rollouts:
         train.start_learner()
         ended = train.finish(process)
-        assert rollouts.wait(10) == 0
+        assert rollouts.wait(60) == 0
     assert ended.code == 0, (ended, train.log())
     assert [row["step"] for row in train.rows()] == [1, 2, 3]
     assert "only 0 of 2 records were accepted" in train.log()

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 Train = Any  # the fixture of conftest.py
 

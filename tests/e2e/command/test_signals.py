@@ -210,7 +210,7 @@ def test_term_signal_belongs_to_the_program_that_embeds_the_engine(train: Train,
     (train.folder / "host.py").write_text(HOST)
     train.start_learner(step_s=0.2)
     argv = [sys.executable, "host.py", loop, hub]
-    host = subprocess.run(argv, cwd=train.folder, env=train.env, capture_output=True, text=True, timeout=60)
+    host = subprocess.run(argv, cwd=train.folder, env=train.env, capture_output=True, text=True, timeout=120)
     assert (host.returncode, host.stdout.strip()) == (0, "stopped []"), host.stderr
     train.assert_nothing_is_left()
 
@@ -251,7 +251,7 @@ def test_a_killed_learner_fails_the_run_with_the_way_on_and_it_resumes(train: Tr
     train.assert_nothing_is_left()
     trained = len(train.rows())
     assert 0 < trained < 12
-    again = train.run("--resume", str(train.run_folder), "--run.steps=12", *options, limit_s=90)
+    again = train.run("--resume", str(train.run_folder), "--run.steps=12", *options, limit_s=120)
     assert again.code == 0, (again, train.log())
     assert [row["step"] for row in train.rows()] == list(range(1, 13))
     train.assert_nothing_is_left()

@@ -44,13 +44,13 @@ def is_alive(pid: int) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  # about other processes: there is no event
             await asyncio.sleep(0.01)
 
 
 async def test_reward_timeout_slot_a_hanging_scorer_costs_one_sample_and_not_its_slot() -> None:
-    async with pool("ten_milliseconds_or_forever", num_workers=8, timeout_s=1.0) as scorer:
+    async with pool("ten_milliseconds_or_forever", num_workers=8, timeout_s=2.0) as scorer:
         await scorer.start()
         num_beats = 0
 
@@ -70,7 +70,7 @@ async def test_reward_timeout_slot_a_hanging_scorer_costs_one_sample_and_not_its
         assert [index for index, outcome in enumerate(outcomes) if outcome.status is TIMEOUT] == [3, 50, 99]
         assert all(outcome.value == (0.5 if outcome.status is OK else 0.0) for outcome in outcomes)
         assert [outcome.sample_id for outcome in outcomes] == [f"s{i}" for i in range(100)]
-        assert elapsed_s < 8 and num_beats > 20  # of about 100 on an idle machine
+        assert elapsed_s < 20 and num_beats > 20  # of about 100 on an idle machine
         assert {outcomes[0].status for outcomes in again} == {OK}
         assert scorer.statistics.num_timeouts == 3
 
@@ -105,17 +105,17 @@ async def test_a_sample_of_several_megabytes_passes() -> None:
 
 
 async def test_coroutines_run_side_by_side_in_one_worker_and_time_out_alone() -> None:
-    async with pool("coroutine", timeout_s=0.5) as scorer:
+    async with pool("coroutine", timeout_s=2.0) as scorer:
         await scorer.start()
         begin = time.monotonic()
         outcomes = await scorer.score(samples(*["fast"] * 15, "never"))
-        assert time.monotonic() - begin < 1.4
+        assert time.monotonic() - begin < 4.0  # one time limit, not one after another
         assert [outcome.status for outcome in outcomes] == [OK] * 15 + [TIMEOUT]
         assert scorer.statistics.num_started == 1
 
 
 async def test_a_coroutine_that_swallows_its_cancellation_is_killed() -> None:
-    async with pool("coroutine", timeout_s=0.2) as scorer:
+    async with pool("coroutine", timeout_s=1.0) as scorer:
         outcomes = await scorer.score(samples("fast", "stubborn"))
         assert [outcome.status for outcome in outcomes] == [OK, TIMEOUT]
         assert (await scorer.score(samples("fast")))[0].status is OK
@@ -132,7 +132,7 @@ async def test_a_batch_function_gets_whole_batches_and_a_wrong_length_names_both
 
 async def test_a_timeout_ends_what_the_scorer_has_started_too(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    async with pool("misbehave", timeout_s=1.0) as scorer:
+    async with pool("misbehave", timeout_s=3.0) as scorer:
         (outcome,) = await scorer.score(samples("spawn", pid_file=str(pid_file)))
         assert outcome.status is TIMEOUT
         await until(lambda: not is_alive(int(pid_file.read_text())))

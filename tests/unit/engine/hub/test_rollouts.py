@@ -47,7 +47,7 @@ class Worker:
         self.say(capacity=capacity)
 
     async def next(self) -> pb.WorkResponse:
-        return await asyncio.wait_for(self.got.get(), 5)
+        return await asyncio.wait_for(self.got.get(), 30)
 
     async def leave(self) -> None:
         self._reading.cancel()
