@@ -17,6 +17,8 @@ from headrace.engine.types import PolicyVersion, PromptGroup
 
 log = logging.getLogger(__name__)
 
+_UNREPORTED_STEPS = 64  # how far a report may lag behind and still give a throughput
+
 
 @dataclass(slots=True, kw_only=True)
 class HubState:
@@ -27,6 +29,7 @@ class HubState:
         fencing_token: Of the current learner; an older one is refused.
         ended: How the run ended; empty while it goes on.
         hold_step: A step that may not begin yet (an evaluation is pinned to the version before it).
+        tokens_by_step: Response tokens of the steps that were planned and not reported yet.
         num_updates: Committed steps that were not skipped and had a sample with an advantage.
         num_failed: Attempts of groups that failed so far, in sampling or in scoring.
     """
@@ -58,6 +61,8 @@ class HubState:
     def progressed(self) -> None:
         """Something was sampled, scored or trained."""
         self.last_progress_s = self.clock.monotonic()
+        for step in [step for step in self.tokens_by_step if step < self.flow.window.step - _UNREPORTED_STEPS]:
+            del self.tokens_by_step[step]  # a trainer of one's own need not report
 
     def attempt_failed(self, group: PromptGroup, why: str) -> None:
         """An attempt at a group failed; people hear of the first, the second, the fourth, ... of them."""

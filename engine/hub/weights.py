@@ -7,6 +7,7 @@
 Invariants:
 - Nothing of a version is announced before it is sealed.
 - A receiver has one update at a time; the next is worked out from what it has acknowledged.
+- What is refused leaves no trace: a file that came with it is forgotten, and removed if it was written here.
 - Payload files are removed that no retained update needs and no receiver was offered that has not answered yet; a
   receiver that has one mapped keeps its bytes.
 - A receiver has one stream; a second one of the same name takes over, and what becomes of the first changes nothing.
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from headrace.engine.errors import CorruptUpdateError, FencedError, UsageError, WeightUpdateError
+from headrace.engine.errors import CorruptUpdateError, FencedError, HeadraceError, UsageError, WeightUpdateError
 from headrace.engine.hub.state import HubState
 from headrace.engine.hub.waits import Wait
 from headrace.engine.transport.channel import FRAME_BYTES
@@ -91,10 +92,18 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
         if not header.local_path:
             path = self._folder / f"v{manifest.version.incarnation}-{manifest.version.version}.bin"
             await self._receive(path, manifest, requests)
+        is_first = manifest.version not in self._paths
         known = self._paths.setdefault(manifest.version, path)
         if known != path:
             raise CorruptUpdateError(f"the ranks put version {manifest.version} into two files, {known} and {path}")
-        sealed = self._chain.offer_part(header.rank, manifest, header.fencing_token)
+        try:
+            sealed = self._chain.offer_part(header.rank, manifest, header.fencing_token)
+        except HeadraceError:
+            if is_first:
+                del self._paths[manifest.version]
+                if not header.local_path:
+                    path.unlink(missing_ok=True)
+            raise
         if sealed is None:
             return pb.PublishResponse(sealed=False, digest=manifest.digest)
         self._remove_unneeded()

@@ -117,6 +117,16 @@ async def first(subscriber: WeightSubscriber, have: PolicyVersion | None = START
     raise AssertionError("the stream ended")
 
 
+async def test_a_part_that_was_refused_does_not_stand_in_the_way_of_the_right_one(tmp_path: Path) -> None:
+    async with running(tmp_path) as hub:
+        wrong = part(tmp_path, 1)
+        with pytest.raises(UsageError):
+            await asyncio.to_thread(hub.publisher(3, 4).publish, wrong)
+        assert await asyncio.to_thread(hub.publisher().publish, part(tmp_path / "payloads", 1))
+        assert Path(wrong.local_path).exists()  # whoever published it removes it
+        assert (await first(hub.subscriber())).manifest.version == PolicyVersion(0, 1)
+
+
 async def test_a_version_is_announced_once_all_ranks_parts_are_there(tmp_path: Path) -> None:
     async with running(tmp_path, num_ranks=2) as hub:
         waiting = asyncio.create_task(first(hub.subscriber()))
