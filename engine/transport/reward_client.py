@@ -22,6 +22,7 @@ from typing import cast
 
 import grpc
 import grpc.aio
+import msgspec
 
 from headrace.engine.clock import Clock, SystemClock
 from headrace.engine.config.schema import RewardConfig
@@ -29,6 +30,7 @@ from headrace.engine.errors import ConfigError, RewardError, UsageError
 from headrace.engine.scheduling.retry import Deadline, RetryPolicy
 from headrace.engine.transport.channel import open_channel, proxy_hint, target_of
 from headrace.engine.transport.reward_convert import failed, outcomes_from_reply, sample_to_proto, timed_out
+from headrace.engine.transport.reward_metrics import MetricNames
 from headrace.engine.types import RewardOutcome, RewardSample
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc
@@ -86,6 +88,7 @@ class GrpcReward:
         self._target = target_of(address, setting="reward.address")
         self._address = address
         self._server = f"reward server {address}"
+        self._names = MetricNames(self._server)
         self._batch_size = batch_size
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
@@ -240,7 +243,8 @@ class GrpcReward:
                 reply = cast("pb.ScoreResponse | None", await self._stub.Score(request, timeout=timeout_s))
                 if reply is None:  # gRPC's word for bytes that cannot be read
                     return self._failed(samples, "answered with something that is no ScoreResponse")
-                return outcomes_from_reply(samples, reply, self._server)
+                outcomes = outcomes_from_reply(samples, reply, self._server)
+                return [msgspec.structs.replace(o, metrics=self._names.keep(o.metrics)) for o in outcomes]
             except grpc.aio.AioRpcError as error:
                 return error
             except asyncio.CancelledError:
