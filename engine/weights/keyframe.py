@@ -7,7 +7,7 @@ Invariants:
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -24,13 +24,13 @@ from headrace.engine.types import (
     WeightBucket,
     WeightManifest,
 )
+from headrace.engine.weights.buckets import cut_range
+from headrace.engine.weights.digest import DIGEST_MODULUS, state_digest
 from headrace.engine.weights.layout import (
-    BUCKET_ELEMENTS,
-    DIGEST_MODULUS,
     element_bytes,
     layout_hash,
     num_elements,
-    state_checksum,
+    raw_dtype,
     tensor_offsets,
 )
 from headrace.engine.weights.placement import open_reserved
@@ -96,7 +96,7 @@ class KeyframeWriter:
             raise InputError(f"{raw.nbytes} bytes were given for {spec.name!r}; a whole number of {size} is needed.")
         end = start + raw.nbytes // size
         self._claim_range(tensor_index, spec, start, end)
-        for first, count in _cut(start, end):
+        for first, count in cut_range(start, end):
             piece = raw[(first - start) * size : (first - start + count) * size]
             offset = self._offsets[tensor_index] + first * size
             self._write_bytes(offset, piece)
@@ -109,7 +109,7 @@ class KeyframeWriter:
                     payload_offset=offset,
                     payload_bytes=piece.nbytes,
                     payload_checksum=xxhash.xxh3_64_intdigest(piece),
-                    state_checksum=state_checksum(tensor_index, first, piece),
+                    state_checksum=state_digest(tensor_index, first, np.frombuffer(piece, raw_dtype(spec.dtype))),
                 )
             )
 
@@ -151,11 +151,3 @@ class KeyframeWriter:
                 raise StorageError(f"Writing {data.nbytes} bytes to {self._path} failed: {error.strerror}.") from error
             data = data[written:]
             offset += written
-
-
-def _cut(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Pieces (first, count) of [start, end), cut at multiples of BUCKET_ELEMENTS."""
-    while start < end:
-        border = min(end, (start // BUCKET_ELEMENTS + 1) * BUCKET_ELEMENTS)
-        yield start, border - start
-        start = border

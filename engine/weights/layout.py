@@ -25,8 +25,6 @@ MAX_PAYLOAD_BYTES = 1 << 62
 
 MAX_DIMENSIONS = 16
 
-DIGEST_MODULUS = 1 << 64
-
 # Raw views: numpy has no bfloat16, and a payload is moved, never computed with.
 _RAW_DTYPES: dict[str, np.dtype[np.uint16] | np.dtype[np.uint32]] = {
     "bfloat16": np.dtype("<u2"),
@@ -115,12 +113,3 @@ def layout_hash(tensors: Sequence[TensorSpec]) -> int:
             hasher.update(struct.pack("<I", len(encoded)) + encoded)
         hasher.update(struct.pack(f"<I{len(spec.shape)}Q", len(spec.shape), *spec.shape))
     return hasher.intdigest()
-
-
-def state_checksum(tensor_index: int, start: int, data: bytes | memoryview) -> int:
-    """xxh3-64 of the little-endian element bytes, seeded by the bucket's place.
-
-    The seed keeps two equal buckets from cancelling out or changing places unseen in the sum over a state.
-    """
-    seed = xxhash.xxh3_64_intdigest(struct.pack("<QQ", tensor_index, start))
-    return xxhash.xxh3_64_intdigest(data, seed)

@@ -10,7 +10,8 @@ import msgspec
 
 from headrace.engine.errors import CorruptUpdateError, FormatError
 from headrace.engine.types import UpdateKind, WeightBucket, WeightManifest
-from headrace.engine.weights.layout import DIGEST_MODULUS, layout_hash, num_elements
+from headrace.engine.weights.digest import DIGEST_MODULUS
+from headrace.engine.weights.layout import layout_hash, num_elements
 
 
 def digest_of(buckets: Sequence[WeightBucket]) -> int:

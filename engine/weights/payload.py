@@ -14,24 +14,23 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from headrace.engine.errors import CorruptUpdateError, FormatError
 from headrace.engine.types import BucketEncoding, TensorSpec, UpdateKind, WeightManifest, WeightUpdate
+from headrace.engine.weights.digest import DIGEST_MODULUS, state_digest
 from headrace.engine.weights.keyframe import KeyframeWriter
 from headrace.engine.weights.layout import (
     BUCKET_ELEMENTS,
-    DIGEST_MODULUS,
     element_bytes,
     layout_hash,
     num_elements,
     payload_size,
     raw_dtype,
-    state_checksum,
     tensor_offsets,
 )
 from headrace.engine.weights.placement import place_payload_dir
+from headrace.engine.weights.ulp import RawArray
 
 __all__ = [
     "BUCKET_ELEMENTS",
@@ -41,12 +40,8 @@ __all__ = [
     "open_payload",
     "payload_size",
     "place_payload_dir",
-    "state_checksum",
     "verify_payload",
 ]
-
-# A view of a tensor's bits: uint16 for two-byte floats, uint32 for float32.
-RawArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
 def verify_payload(update: WeightUpdate) -> None:
@@ -61,12 +56,14 @@ def verify_payload(update: WeightUpdate) -> None:
     with _mapped(update) as payload:
         for bucket in manifest.buckets:
             piece = payload[bucket.payload_offset : bucket.payload_offset + bucket.payload_bytes]
-            name = manifest.tensors[bucket.tensor_index].name
+            spec = manifest.tensors[bucket.tensor_index]
             if xxhash.xxh3_64_intdigest(piece) != bucket.payload_checksum:
-                raise CorruptUpdateError(_at(manifest, f"the payload of {name!r} at {bucket.start} is damaged"))
-            state = state_checksum(bucket.tensor_index, bucket.start, piece)
+                raise CorruptUpdateError(_at(manifest, f"the payload of {spec.name!r} at {bucket.start} is damaged"))
+            bits = np.frombuffer(piece, raw_dtype(spec.dtype))
+            state = state_digest(bucket.tensor_index, bucket.start, bits)
+            del bits
             if state != bucket.state_checksum:
-                raise CorruptUpdateError(_at(manifest, f"the state of {name!r} at {bucket.start} is damaged"))
+                raise CorruptUpdateError(_at(manifest, f"the state of {spec.name!r} at {bucket.start} is damaged"))
             digest += state
             piece.release()
     if digest % DIGEST_MODULUS != manifest.digest:

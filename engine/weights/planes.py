@@ -1,0 +1,134 @@
+"""What changed in a bucket, as byte planes before compression: the same bytes whichever device found them.
+
+`actors/learner/weight_delta.py` makes the same planes from tensors.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from headrace.engine.errors import InputError
+from headrace.engine.weights.digest import change_digest
+from headrace.engine.weights.gaps import Positions, encode_gaps
+from headrace.engine.weights.layout import BUCKET_ELEMENTS
+from headrace.engine.weights.ulp import RawArray, encode_steps
+
+Bytes = npt.NDArray[np.uint8]
+
+# 64-bit words that are compared at once: what comes between the steps stays in the cache, and needs no fresh pages.
+_WORDS_A_PASS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BucketPlanes:
+    """The difference of two states of a bucket; n is the number of changed elements.
+
+    Attributes:
+        count: Elements of the bucket.
+        gaps: Where they are (`gaps.py`), shape [n + skips].
+        steps: How far each moved (`ulp.py`), shape [n].
+        escapes: New bits of those that moved further than a step byte holds, in order, shape [num_escapes].
+        values: New bits of each, shape [n], uint16 or uint32.
+        change_checksum: `change_checksum` of the bits before and after.
+        digest_change: What to add to the bucket's digest, modulo 2**64.
+    """
+
+    count: int
+    gaps: Bytes
+    steps: Bytes
+    escapes: RawArray
+    values: RawArray
+    change_checksum: int
+    digest_change: int
+
+
+def diff_bucket(base: RawArray, new: RawArray, *, name_id: int = 0, start: int = 0) -> BucketPlanes:
+    """Compare two states of one bucket, bit by bit.
+
+    Args:
+        base: Bits of the base state, uint16 or uint32, shape [count].
+        new: Bits of the new state, of the same dtype and shape.
+        name_id: The tensor's index in the layout; for the digest.
+        start: The bucket's first element in the flattened tensor; for the digest.
+
+    Raises:
+        InputError: Dtypes or shapes differ or are not allowed, or the bucket is too large.
+    """
+    check_bucket(base, "base")
+    if new.dtype != base.dtype or new.shape != base.shape:
+        raise InputError(
+            f"base is {base.dtype} {base.shape}, new is {new.dtype} {new.shape}; both must have one dtype and shape"
+        )
+    positions, old, changed = changed_elements(base, new)
+    return planes_of_changes(len(base), positions, old, changed, name_id=name_id, start=start)
+
+
+def planes_of_changes(
+    count: int, positions: Positions, old: RawArray, new: RawArray, *, name_id: int = 0, start: int = 0
+) -> BucketPlanes:
+    """The planes of changes that are known; none of them may leave an element as it was."""
+    steps, escapes = encode_steps(old, new)
+    return BucketPlanes(
+        count=count,
+        gaps=encode_gaps(positions),
+        steps=steps,
+        escapes=escapes,
+        values=new,
+        change_checksum=change_checksum(old, new),
+        digest_change=change_digest(name_id, start, positions, old, new),
+    )
+
+
+def changed_elements(base: RawArray, new: RawArray) -> tuple[Positions, RawArray, RawArray]:
+    """Where the bits differ, in order, and the bits before and after there, each of shape [n].
+
+    Costs little more than a read of both states where few elements changed.
+    """
+    shift = 2 if base.dtype.itemsize == 2 else 1
+    num_words = len(base) >> shift
+    whole = num_words << shift
+    base_words, new_words = base[:whole].view(np.uint64), new[:whole].view(np.uint64)
+    hits = [
+        np.flatnonzero(base_words[begin : begin + _WORDS_A_PASS] != new_words[begin : begin + _WORDS_A_PASS]) + begin
+        for begin in range(0, num_words, _WORDS_A_PASS)
+    ]
+    words = np.concatenate(hits) if hits else np.empty(0, np.int64)
+    old_lanes, new_lanes = base_words[words].view(base.dtype), new_words[words].view(base.dtype)
+    moved = np.flatnonzero(old_lanes != new_lanes)
+    positions = words[moved >> shift]
+    positions <<= shift
+    positions += moved & ((1 << shift) - 1)
+    old, changed = old_lanes[moved], new_lanes[moved]
+    rest = np.flatnonzero(base[whole:] != new[whole:]) + whole
+    if not len(rest):
+        return positions, old, changed
+    return (
+        np.concatenate([positions, rest]),
+        np.concatenate([old, base[rest]]),
+        np.concatenate([changed, new[rest]]),
+    )
+
+
+def change_checksum(old: RawArray, new: RawArray) -> int:
+    """xxh3-64 of the new bits, seeded with the xxh3-64 of the old ones: proves the base and the result."""
+    return xxhash.xxh3_64_intdigest(little_endian(new).data, xxhash.xxh3_64_intdigest(little_endian(old).data))
+
+
+def little_endian(bits: RawArray) -> RawArray:
+    """C-contiguous and little-endian, whatever the machine; costs nothing on most."""
+    return np.ascontiguousarray(bits, bits.dtype.newbyteorder("<"))
+
+
+def check_bucket(array: RawArray, name: str) -> None:
+    """Refuse what is not the bits of a bucket.
+
+    Raises:
+        InputError: The dtype is not uint16 or uint32, there is more than one dimension, or the bucket is too large.
+    """
+    if array.dtype not in (np.uint16, np.uint32) or array.ndim != 1 or not 0 < len(array) <= BUCKET_ELEMENTS:
+        raise InputError(
+            f"{name} is {array.dtype} {array.shape}; a bucket is flat, has 1 to {BUCKET_ELEMENTS} elements and is "
+            "given as bits, uint16 or uint32"
+        )
