@@ -34,6 +34,10 @@ BENCHMARKS = {
         summary="how well sampling overlaps with training: real engine and buffer, timed actors, staleness 4, 1 and 0",
         function="headrace.clients.cli.benchmarks.overlap:run",
     ),
+    "weights": Benchmark(
+        summary="incremental weight updates: bytes a changed element, encoding and decoding speed",
+        function="headrace.clients.cli.benchmarks.weights:run",
+    ),
     "learner": Benchmark(
         summary="how full and even the planner packs 8,000 records on 8 ranks",
         function="headrace.actors.learner.benchmarks:run",
