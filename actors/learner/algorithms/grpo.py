@@ -1,71 +1,27 @@
-"""GRPO with decoupled clipping and truncated importance sampling (DeepSeekMath, arXiv 2402.03300).
+"""GRPO: each response against the others of its prompt (DeepSeekMath, arXiv 2402.03300, equation 3 and section 4.1.2).
 
-Credit needs numpy alone, so the hub can run it; torch is imported when a loss is asked for.
+    A_i = (r_i - mean(r)) / std(r)        one number a response, given to each of its tokens
+
+with the clipped loss of the tokens. The paper takes the mean over each response and then over responses
+(`normalization = "sequence"`), which makes a token of a long wrong answer cheaper than one of a short; the default here
+is the mean over all tokens of the step, without that bias.
 """
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.actors.learner.advantages.group_relative import group_relative_advantages
-from headrace.engine.config import AlgorithmConfig
-from headrace.engine.errors import InputError
-from headrace.engine.interfaces import GroupRewards, LossInputs, LossOutput
-from headrace.engine.types import AlgorithmTraits, MicroBatch
-
-if TYPE_CHECKING:
-    from headrace.actors.learner.losses.policy import PolicyLossOptions
+from headrace.actors.learner.algorithms.rollout_method import Credit, RolloutMethod
 
 
-class Grpo:
-    """Group-relative credit spread over the tokens, and the clipped policy loss as a global token mean.
+class Grpo(RolloutMethod):
+    """Group-relative credit and the clipped policy loss as a mean over the step's tokens."""
 
-    Implements `headrace.engine.interfaces.Algorithm`.
-    """
+    name = "grpo"
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self.config = config
+    def credit(self, rewards: npt.NDArray[np.float64]) -> Credit:
+        """The rewards, centred and divided by the sample deviation unless `normalize_std` is off: float32 [G].
 
-    @property
-    def traits(self) -> AlgorithmTraits:
-        """Credit within a group; equal rewards teach nothing."""
-        return AlgorithmTraits(min_group_size=2, skips_zero_credit=True, needs_entropy=bool(self.config.entropy_coef))
-
-    def shape_rewards(self, group: GroupRewards) -> npt.NDArray[np.float64]:
-        """The raw rewards."""
-        return group.rewards
-
-    def keeps(self, group: GroupRewards) -> bool:
-        """Every group."""
-        return True
-
-    def assign_credit(self, groups: Sequence[GroupRewards]) -> list[npt.NDArray[np.float32]]:
-        """Credit of each whole group: float32 [G] each, in order; 0 for groups whose rewards are all equal.
-
-        Raises:
-            InputError: A reward is not finite, or a group is empty; names the group.
+        Exactly 0 where all rewards are equal, or for a single member.
         """
-        credit: list[npt.NDArray[np.float32]] = []
-        for group in groups:
-            try:
-                credit.append(group_relative_advantages(group.rewards, normalize_std=self.config.normalize_std))
-            except InputError as error:
-                raise InputError(f"group {group.group_id!r}: {error}") from error
-        return credit
-
-    def token_advantages(self, micro_batch: MicroBatch) -> npt.NDArray[np.float32]:
-        """The scalar credit on each loss token, float32 [N]; 0 on all other tokens."""
-        return np.where(micro_batch.loss_mask != 0, micro_batch.advantages, np.float32(0.0))
-
-    def loss(self, inputs: LossInputs) -> LossOutput:
-        """The policy loss of one micro-batch, divided by the step's loss tokens."""
-        from headrace.actors.learner.losses.policy import policy_loss
-
-        return policy_loss(inputs, self._options())
-
-    def _options(self) -> "PolicyLossOptions":
-        from headrace.actors.learner.losses.policy import PolicyLossOptions
-
-        return PolicyLossOptions.from_config(self.config, unit="token")
+        return group_relative_advantages(rewards, normalize_std=self.config.normalize_std)
