@@ -36,6 +36,9 @@ Between settings must hold:
 - `buffer.capacity_records` holds at least one step's batch.
 - evaluation (`eval.num_prompts`) with prompts from files has its own file, `eval.path`.
 
+Of the environment, `HEADRACE_CACHE` names the folder in which converted models are kept (`~/.cache/headrace` by
+default), and `HF_HUB_OFFLINE=1` forbids downloads.
+
 ## Every key
 
 ```toml
