@@ -50,24 +50,29 @@ def batch_normalized_advantages(
     if not rewards:
         return []
     weights = _weights(rewards, lengths)
-    values = np.concatenate([_centred(group) for group in rewards] if group_baseline else rewards)
-    # Credit does not depend on the rewards' unit; in this one no square overflows.
-    largest = float(np.max(np.abs(values)))
-    if largest:
-        values = values / largest
+    # Credit does not depend on the rewards' unit: no sum or square overflows in one in which the largest number is 1.
+    values = _in_unit(np.concatenate(rewards))
+    borders = np.cumsum([group.size for group in rewards])[:-1]
+    if group_baseline:
+        values = _in_unit(np.concatenate([_centred(group) for group in np.split(values, borders)]))
     if group_baseline and weights is None:  # the mean is 0, and its rounding error no credit
         moments = Moments(weight=values.size, spread=float(np.sum(values**2)), largest=1.0)
     else:
         moments = Moments.of(values, weights)
     credit = as_credit(whiten(values, moments))
-    borders = np.cumsum([group.size for group in rewards])[:-1]
     return np.split(credit, borders)
+
+
+def _in_unit(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    largest = np.max(np.abs(values))
+    return values / largest if largest else values
 
 
 def _centred(rewards: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     if is_zero_variance(rewards):
         return np.zeros_like(rewards)
-    return rewards - rewards.mean()
+    centred: npt.NDArray[np.float64] = rewards - rewards.mean()
+    return centred
 
 
 def _weights(

@@ -15,7 +15,7 @@ batches = st.lists(st.lists(rewards, min_size=1, max_size=5), min_size=1, max_si
 def derived(groups: list[list[float]], lengths: list[list[int]] | None, *, baseline: bool) -> list[list[float]]:
     """The formulas sample by sample; a sample stands in the statistics once, or once for each of its tokens."""
     centred = [[reward - (sum(group) / len(group) if baseline else 0.0) for reward in group] for group in groups]
-    population = []
+    population: list[float] = []
     for index, group in enumerate(centred):
         for member, value in enumerate(group):
             population += [value] * (1 if lengths is None else lengths[index][member])
@@ -97,10 +97,17 @@ def test_no_groups_give_no_credit() -> None:
     assert batch_normalized_advantages([]) == []
 
 
-def test_huge_rewards_have_the_credit_of_small_ones() -> None:
-    (huge,) = batch_normalized_advantages([[1e300, -1e300, 0.0]])
-    (small,) = batch_normalized_advantages([[1.0, -1.0, 0.0]])
+@pytest.mark.parametrize("baseline", [False, True])
+def test_huge_rewards_have_the_credit_of_small_ones(baseline: bool) -> None:
+    (huge,) = batch_normalized_advantages([[1e308, 1e308, 0.0]], group_baseline=baseline)
+    (small,) = batch_normalized_advantages([[1.0, 1.0, 0.0]], group_baseline=baseline)
     assert huge == pytest.approx(small)
+
+
+def test_a_group_of_small_rewards_is_not_lost_beside_one_of_large_ones() -> None:
+    large, small = batch_normalized_advantages([[1e6, 1e6], [0.0, 0.05]], group_baseline=True)
+    assert large.tolist() == [0.0, 0.0]
+    assert small == pytest.approx([-(2**0.5), 2**0.5])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ groups = st.lists(st.floats(-100, 100), min_size=2, max_size=12)
 
 def mean_of_the_others(rewards: list[float]) -> list[float]:
     """The formula as the paper writes it, member by member."""
-    credit = []
+    credit: list[float] = []
     for index, reward in enumerate(rewards):
         others = rewards[:index] + rewards[index + 1 :]
         credit.append(reward - sum(others) / len(others))
