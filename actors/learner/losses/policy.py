@@ -79,6 +79,7 @@ class PolicyLossOptions:
         Raises:
             ConfigError: A value is out of range, or a constant length is asked for and not given.
         """
+        estimator: Estimator = "k3" if config.kl.estimator == "auto" else config.kl.estimator
         return cls(
             clip_low=config.clip_low,
             clip_high=config.clip_high,
@@ -89,7 +90,7 @@ class PolicyLossOptions:
                 length=config.length_constant,
                 fixed=config.importance.fixed_denominator,
             ),
-            kl_estimator=config.kl.estimator if config.kl.place == "loss" else None,
+            kl_estimator=estimator if config.kl.place == "loss" else None,
             entropy_coef=config.entropy_coef,
         )
 
