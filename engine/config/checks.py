@@ -4,7 +4,7 @@ from headrace.engine.config.schema import Config
 from headrace.engine.errors import ConfigError
 
 # Methods whose advantage compares the samples of one prompt with each other.
-GROUP_RELATIVE = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"})
+GROUP_RELATIVE = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"})
 
 # Sources that read prompts that exist; held-out ones have to exist too.
 FILE_SOURCES = frozenset({"jsonl", "parquet", "hf"})
