@@ -20,8 +20,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from headrace.actors.learner.forward import ForwardResult, PackedForward
-from headrace.actors.learner.loss_inputs import TensorLossInputs
+from headrace.actors.learner.forward import PackedForward
+from headrace.actors.learner.objective import Objective
 from headrace.actors.learner.optimizer import ShardedAdamW
 from headrace.actors.learner.sharding import RankGroup, choose_device, reshard_model, shard_model
 from headrace.actors.learner.step_sums import StepSums
@@ -30,7 +30,7 @@ from headrace.actors.learner.weight_export import WeightExporter, canonical_para
 from headrace.actors.models import checkpoint_tensor_names, load_causal_lm, load_tokenizer
 from headrace.engine.config.hardware import model_dtype
 from headrace.engine.config.schema import Config
-from headrace.engine.errors import ConfigError, InputError, NonFiniteStreakError
+from headrace.engine.errors import InputError, NonFiniteStreakError
 from headrace.engine.interfaces import Algorithm
 from headrace.engine.types import MicroBatch, PolicyVersion, StepBatch, StepResult, WeightUpdate
 
@@ -61,13 +61,13 @@ class FsdpTrainer:
         """Takes an unsharded float32 model on the CPU; `from_config` is the usual way here."""
         self._config = config
         self._model_dir = model_dir
-        self._algorithm = algorithm
         self._group = group
         self._version = version
         self._streak = 0
         model.train(False)
         self._model = model
         self._forward = PackedForward(self._model, group.device)
+        self._objective = Objective(algorithm, self._forward, config=config, model_dir=model_dir, group=group)
         self._parameters = shard_model(self._model, group, config.learner)
         self._optimizer = ShardedAdamW(self._parameters, config.learner)
         canonical = canonical_parameters(self._model, self._parameters, checkpoint_tensor_names(model_dir))
@@ -107,11 +107,6 @@ class FsdpTrainer:
         Raises:
             ConfigError: The configuration asks for what this trainer cannot do, or the model cannot be loaded.
         """
-        if config.algorithm.kl_coef > 0:
-            raise ConfigError(
-                f"algorithm.kl_coef is {config.algorithm.kl_coef}, but records carry no reference log-probabilities "
-                "yet: set it to 0"
-            )
         if config.learner.threads:
             torch.set_num_threads(config.learner.threads)
         group = RankGroup(
@@ -166,9 +161,17 @@ class FsdpTrainer:
         sums = self._accumulate(batch)
         norm, metrics = sums.reduce(self._group, self._optimizer.squared_norm(), batch.num_loss_tokens)
         metrics["actor/lr"] = self._optimizer.next_rate
-        updated = self._optimizer.apply(norm)
+        if sums.factor == 0:
+            self._optimizer.discard()
+            logger.warning(
+                "step %d skipped: all of its %d loss tokens were rejected", batch.step, batch.num_loss_tokens
+            )
+            return self._finish(batch, metrics, skipped=True)
+        updated = self._optimizer.apply(norm, factor=sums.factor)
         self._streak = 0 if updated else self._streak + 1
-        if not updated:
+        if updated:
+            metrics |= self._objective.stepped(metrics)
+        else:
             self._report_skip(batch, sums)
         return self._finish(batch, metrics, skipped=not updated)
 
@@ -190,7 +193,10 @@ class FsdpTrainer:
             OSError: The disk is full or not writable.
         """
         state = TrainerState(
-            version=self._version.version, updates=self._optimizer.updates, nonfinite_streak=self._streak
+            version=self._version.version,
+            updates=self._optimizer.updates,
+            nonfinite_streak=self._streak,
+            controllers=self._objective.state(),
         )
         save_state(folder, self._tensors(), state, self._group)
 
@@ -203,6 +209,7 @@ class FsdpTrainer:
         state = load_state(folder, self._tensors())
         self._optimizer.restore_updates(state.updates)
         self._streak = state.nonfinite_streak
+        self._objective.restore(state.controllers)
         self._version = self._version._replace(version=state.version)
 
     def export_hf(self, folder: Path) -> None:
@@ -227,6 +234,7 @@ class FsdpTrainer:
     def close(self) -> None:
         """Leave the process group if this trainer made it. May be called twice."""
         self._forward.close()
+        self._objective.close()
         self._group.close()
 
     def _accumulate(self, batch: StepBatch) -> StepSums:
@@ -234,23 +242,10 @@ class FsdpTrainer:
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             cast(FSDPModule, self._model).set_requires_gradient_sync(index == last)
-            result = self._forward(micro_batch)
-            output = self._algorithm.loss(self._loss_inputs(micro_batch, result, batch))
+            result, output = self._objective(micro_batch, batch)
             sums.add(micro_batch, result, output)
             torch.autograd.backward(output.loss * self._group.num_ranks)
         return sums
-
-    def _loss_inputs(self, micro_batch: MicroBatch, result: ForwardResult, batch: StepBatch) -> TensorLossInputs:
-        return TensorLossInputs.build(
-            micro_batch,
-            logprobs=result.logprobs,
-            entropy=result.entropy if self._config.algorithm.entropy_coef else None,
-            advantages=self._algorithm.token_advantages(micro_batch),
-            num_loss_tokens=batch.num_loss_tokens,
-            num_sequences=batch.num_sequences,
-            num_groups=batch.num_groups,
-            kl_coef=self._config.algorithm.kl_coef,
-        )
 
     def _report_skip(self, batch: StepBatch, sums: StepSums) -> None:
         records = sums.suspects or [name for micro_batch in batch.micro_batches for name in micro_batch.record_ids]

@@ -36,12 +36,14 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         version: Batches consumed.
         updates: Optimizer updates applied.
         nonfinite_streak: Skipped steps in a row at the end.
+        controllers: Values of the coefficients that follow measurements, by name.
         files: Sizes in bytes of the tensor files.
     """
 
     version: int
     updates: int
     nonfinite_streak: int = 0
+    controllers: dict[str, float] = {}
     files: dict[str, int] = {}
     format: int = _FORMAT
 

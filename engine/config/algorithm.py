@@ -69,7 +69,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     entropy_coef: NonNegativeFloat = 0.0
     skip_zero_variance: bool = True  # groups whose rewards are all equal take no forward pass
     dynamic_sampling: Literal["auto", "on", "off"] = "auto"  # replace groups whose raw rewards are all equal
-    dynamic_sampling_rounds: Positive = 3  # steps' worth of groups that may be replaced in a row before the run ends
+    dynamic_sampling_rounds: Positive = 10  # steps' worth of groups that may be replaced in a row before the run ends
     beta: PositiveFloat = 0.1  # dpo
     importance: ImportanceConfig = ImportanceConfig()
     kl: KlConfig = KlConfig()

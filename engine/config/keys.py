@@ -6,7 +6,8 @@ from typing import Any, get_type_hints
 import msgspec
 from msgspec import inspect
 
-from headrace.engine.config.schema import ALIASES, Config, Section
+from headrace.engine.config.fields import Section
+from headrace.engine.config.schema import ALIASES, Config
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,8 @@ from datetime import date, datetime, time
 from typing import Any, cast
 
 from headrace.engine.config.keys import Key, allowed, keys, other_names, sections
-from headrace.engine.config.schema import Config, Section
+from headrace.engine.config.fields import Section
+from headrace.engine.config.schema import Config
 from headrace.engine.errors import ConfigError
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")

@@ -225,8 +225,8 @@ class Hub:
         )
         first, last = state.flow.window.step, state.config.run.steps
         for step in (step for step in range(first, last + 1) if evaluator.is_due(step)):
-            if state.resume_from and step == first:
-                continue  # it was evaluated before the checkpoint was written
+            if state.resume_from and step == first and self._folder.has_evaluation(step):
+                continue
             state.hold_step = step
             await self._until_step(step)
             await evaluator.run(step, self._published(step))

@@ -17,6 +17,7 @@ from headrace.engine.hub.flow import Ended
 from headrace.engine.hub.scoring import Column, Stored, credit_columns, judge, reward_columns, reward_sample, samples_of
 from headrace.engine.hub.state import HubState
 from headrace.engine.interfaces import Algorithm, Reward
+from headrace.engine.scheduling.refill import RefillBudget
 from headrace.engine.transport.control import Span
 from headrace.engine.types import DropReason, PromptGroup, RewardOutcome, RewardStatus
 
@@ -41,6 +42,10 @@ class ScoringStage:
         self._algorithm = algorithm
         self._on_ended = on_ended
         self._tasks: set[asyncio.Task[None]] = set()
+        self._refill: RefillBudget | None = None
+        if algorithm.traits.filters_groups:
+            rounds, per_step = state.config.algorithm.dynamic_sampling_rounds, state.config.schedule.groups_per_step
+            self._refill = RefillBudget(rounds=rounds, groups_per_step=per_step)
 
     def submit(self, group: PromptGroup) -> None:
         """Score a generated group; returns at once."""
@@ -79,6 +84,12 @@ class ScoringStage:
             self._unscored(group, judgement.why)
             return
         raw = raw_rewards([record.header for record in records], judgement.values)
+        if self._refill is not None:
+            if not self._algorithm.keeps(raw):
+                self._replace(group)
+                self._refill.filtered(judgement.values)
+                return
+            self._refill.kept(judgement.values)
         self._add(reward_columns(records, judgement.values))
         if self._algorithm.traits.credit_scope == "group":
             (credit,) = assign_credit([shaped_rewards(raw, self._algorithm)], self._algorithm)
@@ -128,6 +139,14 @@ class ScoringStage:
         for column in columns:
             verdict = self._state.train.add_column(column.record_id, column.name, column.data)
             assert verdict.accepted, verdict.reason
+
+    def _replace(self, group: PromptGroup) -> None:
+        """Drop a group that teaches nothing; another prompt takes its place."""
+        self._state.reporting.parts.add("groups/filtered", 1)
+        self._on_ended(self._state.flow.drop(group.group_id, group.attempt, DropReason.ZERO_VARIANCE))
+        self._state.streak.succeeded()
+        self._state.progressed()
+        self._state.changed()
 
     def _unscored(self, group: PromptGroup, why: str) -> None:
         self._state.attempt_failed(group, why)

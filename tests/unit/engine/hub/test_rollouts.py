@@ -5,12 +5,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from headrace.engine.config import AlgorithmConfig
 from headrace.engine.hub.evaluation import EvalFlow, Evaluator
 from headrace.engine.hub.flow import Ended
 from headrace.engine.hub.members import Member
 from headrace.engine.hub.rollouts import Rollouts
 from headrace.engine.hub.scoring_stage import ScoringStage
 from headrace.engine.hub.state import HubState
+from headrace.engine.plugins import load_entry_point
 from headrace.engine.transport.convert import version_to_proto
 from headrace.engine.types import DropReason, PolicyVersion, Prompt, PromptGroup, RewardOutcome, RewardSample
 from headrace.v1 import control_pb2 as pb_control
@@ -182,7 +184,8 @@ class NoReward:
 async def test_a_group_that_ends_before_its_scoring_begins_does_not_end_the_run(hub_state: HubState) -> None:
     it = bench(hub_state)
     reward = NoReward()
-    stage = ScoringStage(it.state, it.evals, cast(Any, reward), cast(Any, None), on_ended=it.ended.extend)
+    method = cast(Any, load_entry_point("headrace.algorithms", "grpo"))(AlgorithmConfig())
+    stage = ScoringStage(it.state, it.evals, cast(Any, reward), method, on_ended=it.ended.extend)
     group = it.state.flow.admit(Prompt(prompt_id="p", token_ids=(1,)))
     stage.submit(group)
     it.state.flow.drop(group.group_id, group.attempt, DropReason.STALE)
