@@ -42,11 +42,11 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """Elements [start, start + count) of one flattened tensor, and where their payload lies.
+    """Elements [start, start + count) of one flattened tensor, and where their payload lies (`docs/weight-format.md`).
 
     Attributes:
         payload_checksum: xxh3-64 of the payload bytes.
-        state_checksum: xxh3-64 of the decoded elements' little-endian bytes, seeded by the bucket's place.
+        state_checksum: The digest of the elements after the update (`weights/digest.py`).
     """
 
     tensor_index: int

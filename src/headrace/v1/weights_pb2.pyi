@@ -139,7 +139,7 @@ class WeightBucket(_message.Message):
     payload_checksum: _builtins.int
     """xxh3-64 of the payload."""
     state_checksum: _builtins.int
-    """xxh3-64 of the decoded elements' bytes, seeded by the bucket's place."""
+    """Digest of the elements after the update: a sum keyed by place; see docs/weight-format.md."""
     def __init__(
         self,
         *,
