@@ -159,7 +159,7 @@ class Bandit:
         *,
         group_size: int = 8,
         staleness: int = 2,
-        learning_rate: float = 0.1,
+        learning_rate: float = 0.2,
         kl_coef: float = 0.0,
         offset: float = 5.0,
     ) -> None:
@@ -222,21 +222,48 @@ class Bandit:
         answers = [ANSWERS[prompt] if know else tokens for know, (tokens, _) in zip(right, guesses, strict=True)]
         return [(tokens, np.zeros(len(tokens), np.float32)) for tokens in answers]
 
+    def every_response(self, prompt: int, baseline: float) -> list[Row]:
+        """All responses of the oldest served policy, each once, with its chance and all others' number in its credit.
+
+        A mean over them is then the expectation over that policy.
+        """
+        table = log_softmax(self.served[0].logits, -1).numpy()
+        rows: list[Row] = []
+        for response, value in zip(EVERY_RESPONSE, SCORES[prompt], strict=True):
+            logprobs = table[prompt, range(len(response)), response]
+            credit = float((value - baseline) * np.exp(logprobs.sum()) * len(EVERY_RESPONSE))
+            row = Row(prompt=prompt, tokens=response, logprobs=logprobs.astype(np.float32), group=0, advantage=credit)
+            rows.append(row)
+        return rows
+
+    def gradient_of_return(self, prompt: int) -> torch.Tensor:
+        """Of the exact expected score of one prompt, float64 [T, V], by its logits."""
+        logits = self.policy.logits.detach()[prompt].requires_grad_(True)
+        table = torch.nn.functional.pad(log_softmax(logits, -1), (0, 1))
+        chances = table[torch.arange(MAX_TOKENS), torch.from_numpy(PADDED)].sum(-1).exp()
+        (chances * torch.from_numpy(SCORES[prompt])).sum().backward()
+        assert logits.grad is not None
+        return logits.grad
+
+    def pack(self, rows: Sequence[Row]) -> Part:
+        """Rows as one micro-batch with the columns that the method asks for."""
+        return pack(rows, self.columns())
+
     def columns(self) -> dict[str, TablePolicy | torch.Tensor]:
         sources = {"reference_logprobs": self.reference, "teacher_logprobs": self.teacher, "values": self.critic}
         return {name: sources[name] for name in self.algorithm.traits.columns}
 
     def step(self, rows: Sequence[Row]) -> None:
         """One update, in two micro-batches that part groups where the method allows it."""
-        traits, counts = self.algorithm.traits, Counts.of(rows)
-        rows = [row for row in rows if row.advantage or not traits.skips_zero_credit]
+        traits, step, counts = self.algorithm.traits, rows, Counts.of(rows)
+        rows = [row for row in step if row.advantage or not traits.skips_zero_credit]
         border = len(rows) // 2 // 2 * 2 if traits.whole_groups else len(rows) // 2
         self.optimizer.zero_grad()
         self.critic_optimizer.zero_grad()
         rejected, denominator = 0.0, 1.0
         for half in (rows[:border], rows[border:]):
-            part = pack(half, self.columns())
-            output = self.algorithm.loss(self.loss_inputs(part, counts))
+            part = self.pack(half)
+            output = self.algorithm.loss(self.loss_inputs(part, step))
             output.loss.backward()
             rejected, denominator = rejected + float(output.rejected), output.denominator
             if isinstance(self.algorithm, Ppo):
@@ -251,7 +278,9 @@ class Bandit:
         if self.critic.grad is not None:
             self.critic_optimizer.step()
 
-    def loss_inputs(self, part: Part, counts: "Counts") -> TensorLossInputs:
+    def loss_inputs(self, part: Part, step: Sequence[Row]) -> TensorLossInputs:
+        """What a loss sees of one micro-batch of a step of these rows."""
+        counts = Counts.of(step)
         table = log_softmax(self.policy.logits, -1)
         tokens = torch.from_numpy(part.micro_batch.token_ids.astype(np.int64))
         prompts, places = torch.from_numpy(part.prompts), torch.from_numpy(part.places)
