@@ -18,6 +18,7 @@ class TakeOrder:
 
     Attributes:
         deadline_s: Seconds to wait; None waits as long as the caller does.
+        sharing_hidden_size: Hidden size of a model that computes the prompt of a group once; 0: it cannot.
     """
 
     table: str
@@ -27,6 +28,7 @@ class TakeOrder:
     rank: int
     num_ranks: int
     deadline_s: float | None
+    sharing_hidden_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

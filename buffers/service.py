@@ -101,6 +101,7 @@ class BufferServicer(rpc.BufferServiceServicer):
                 rank=request.rank,
                 num_ranks=request.num_ranks,
                 deadline_s=_time_to_wait(context),
+                sharing_hidden_size=request.sharing_hidden_size,
             )
         )
         yield pb.TakeResponse(batch=_batch_to_proto(batch, request.rank))

@@ -135,6 +135,11 @@ class FsdpTrainer:
         """The version of the weights that this trainer holds."""
         return self._version
 
+    @property
+    def sharing_hidden_size(self) -> int:
+        """The model's hidden size where it computes the prompt of a group once within a micro-batch, else 0."""
+        return self._model.config.get_text_config().hidden_size if self._forward.mode == "auto" else 0
+
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> npt.NDArray[np.float32]:
         """Current log-probabilities, float32 [N], at each sequence's temperature; 0 where loss_mask is 0."""

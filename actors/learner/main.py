@@ -77,7 +77,8 @@ def _load(run: Joined, rank: int, rendezvous: str) -> FsdpTrainer:
 
 def _train(hub: str, control: BlockingControlClient, run: Joined, trainer: TrainerBackend, rank: int) -> None:
     num_ranks = run.config.learner.num_ranks
-    line = LearnerClient(hub, control, run, rank, num_ranks)
+    width = getattr(trainer, "sharing_hidden_size", 0)  # a trainer of the caller's making need not have it
+    line = LearnerClient(hub, control, run, rank, num_ranks, sharing_hidden_size=width)
     store = CheckpointStore(Path(run.run_folder) / "checkpoints", keep=run.config.learner.keep_checkpoints, rank=rank)
     loop = LearnerLoop(
         config=run.config,

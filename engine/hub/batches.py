@@ -54,6 +54,9 @@ class Order(Protocol):
     @property
     def deadline_s(self) -> float | None: ...
 
+    @property
+    def sharing_hidden_size(self) -> int: ...
+
 
 class HubBuffer:
     """Serves the train and eval tables of a run."""
@@ -146,7 +149,7 @@ class HubBuffer:
         batch = self._batches.get(lease.token)
         if batch is None:
             state.flow.leased(lease.items, order.step)
-            batch = self._batches[lease.token] = self._plan(lease)
+            batch = self._batches[lease.token] = self._plan(lease, order.sharing_hidden_size)
             state.changed()
         return batch
 
@@ -177,7 +180,7 @@ class HubBuffer:
         except UsageError:  # nothing of it has arrived yet
             return ()
 
-    def _plan(self, lease: Lease) -> Batch:
+    def _plan(self, lease: Lease, sharing_hidden_size: int) -> Batch:
         state, config = self._state, self._state.config
         batch = build_batch(
             [state.train.table.records_of(group_id) for group_id in lease.items],
@@ -185,6 +188,7 @@ class HubBuffer:
             lease_token=lease.token,
             config=config,
             algorithm=self._algorithm,
+            sharing_hidden_size=sharing_hidden_size,
         )
         state.tokens_by_step[lease.step + 1] = sum(len(s.trajectory.response_token_ids) for s in batch.samples)
         skipped = len(batch.samples) - len(batch.records)

@@ -128,9 +128,23 @@ def encode_credit(credit: float) -> bytes:
 
 
 def build_batch(
-    groups: Sequence[Sequence[StoredColumns]], *, step: int, lease_token: int, config: Config, algorithm: Algorithm
+    groups: Sequence[Sequence[StoredColumns]],
+    *,
+    step: int,
+    lease_token: int,
+    config: Config,
+    algorithm: Algorithm,
+    sharing_hidden_size: int = 0,
 ) -> Batch:
     """Divide the groups of a lease among ranks; credit that needs the whole batch is assigned here.
+
+    Args:
+        groups: The records of each group.
+        step: The step that trains on them.
+        lease_token: Of the lease.
+        config: The run's.
+        algorithm: Shapes rewards; assigns the credit of a batch.
+        sharing_hidden_size: Of a trainer's model that computes the prompt of a group once; 0: it cannot.
 
     Raises:
         InputError: The algorithm does not take the rewards of the batch.
@@ -160,9 +174,25 @@ def build_batch(
                 kept.append(LeasedRecord(header=record.header, data=record.data, columns=columns))
     headers = [record.header for group in groups for record in group]
     lags = [step - header.oldest_version.version for header in headers]
+    items = [_plan_item(record.header) for record in kept]
+    plan = plan_batch(
+        step,
+        items,
+        config.learner.num_ranks,
+        config.learner.token_budget,
+        whole_groups=traits.whole_groups,
+        share_prompts=sharing_hidden_size > 0,
+        hidden_size=sharing_hidden_size or None,
+    )
     return Batch(
         lease_token=lease_token,
-        plan=_plan(step, kept, headers, len(groups), config, whole_groups=traits.whole_groups),
+        plan=BatchPlan(
+            step=step,
+            ranks=plan.ranks if kept else _padding(config.learner.num_ranks),
+            num_loss_tokens=sum(header.num_loss_tokens for header in headers),
+            num_sequences=sum(header.num_loss_tokens > 0 for header in headers),
+            num_groups=len(groups),
+        ),
         records={record.header.record_id: record for record in kept},
         mean_lag=sum(lags) / len(lags),
         max_lag=max(lags),
@@ -170,36 +200,13 @@ def build_batch(
     )
 
 
-def _plan(
-    step: int,
-    kept: Sequence[LeasedRecord],
-    headers: Sequence[RecordHeader],
-    num_groups: int,
-    config: Config,
-    *,
-    whole_groups: bool,
-) -> BatchPlan:
-    """Samples without advantage count in the mean and take no forward pass."""
-    plan = plan_batch(
-        step,
-        [
-            PlanItem(
-                record_id=r.header.record_id,
-                group_id=r.header.group_id,
-                num_tokens=r.header.num_prompt_tokens + r.header.num_response_tokens,
-                num_loss_tokens=r.header.num_loss_tokens,
-            )
-            for r in kept
-        ],
-        config.learner.num_ranks,
-        config.learner.token_budget,
-    )
-    return BatchPlan(
-        step=plan.step,
-        ranks=plan.ranks if kept else _padding(config.learner.num_ranks),
-        num_loss_tokens=sum(header.num_loss_tokens for header in headers),
-        num_sequences=sum(header.num_loss_tokens > 0 for header in headers),
-        num_groups=num_groups,
+def _plan_item(header: RecordHeader) -> PlanItem:
+    return PlanItem(
+        record_id=header.record_id,
+        group_id=header.group_id,
+        num_tokens=header.num_prompt_tokens + header.num_response_tokens,
+        num_loss_tokens=header.num_loss_tokens,
+        num_prompt_tokens=header.num_prompt_tokens,
     )
 
 

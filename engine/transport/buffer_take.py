@@ -67,6 +67,8 @@ class BlockingBufferClient:
         consumer_id: The learner as a whole; all its ranks use the same.
         incarnation: Of the learner; a newer one fences the older.
         rank, num_ranks: Which share of each batch is wanted.
+        sharing_hidden_size: Hidden size of a model that computes the prompt of a group once, so that plans keep its
+            samples together; 0: it cannot.
         outage_s: Longest time for which a server that cannot be reached is tried again, within each call's own limit.
     """
 
@@ -79,6 +81,7 @@ class BlockingBufferClient:
         incarnation: int = 0,
         rank: int = 0,
         num_ranks: int = 1,
+        sharing_hidden_size: int = 0,
         outage_s: float = math.inf,
     ) -> None:
         self._outage_s = outage_s
@@ -88,6 +91,7 @@ class BlockingBufferClient:
         self._incarnation = incarnation
         self._rank = rank
         self._num_ranks = num_ranks
+        self._sharing_hidden_size = sharing_hidden_size
         self._rng = random.Random()
 
     def take(self, step: int, deadline_s: float) -> TakenBatch:
@@ -106,6 +110,7 @@ class BlockingBufferClient:
             incarnation=self._incarnation,
             rank=self._rank,
             num_ranks=self._num_ranks,
+            sharing_hidden_size=self._sharing_hidden_size,
         )
         return self._retried(
             f"taking the batch of step {step}",

@@ -16,8 +16,17 @@ _OUTAGE_S = {True: 1.0, False: 60.0}
 class LearnerClient:
     """Everything that a rank says to the hub once it has joined. Blocking; for one thread."""
 
-    def __init__(self, hub: str, control: BlockingControlClient, run: Joined, rank: int, num_ranks: int) -> None:
-        """Open the channels; `control` has joined and stays the caller's."""
+    def __init__(
+        self,
+        hub: str,
+        control: BlockingControlClient,
+        run: Joined,
+        rank: int,
+        num_ranks: int,
+        *,
+        sharing_hidden_size: int = 0,
+    ) -> None:
+        """Open the channels; `control` has joined and stays the caller's. See `BlockingBufferClient` for the last."""
         self._control = control
         self._channel = open_blocking_channel(hub)
         self._buffer = BlockingBufferClient(
@@ -27,6 +36,7 @@ class LearnerClient:
             incarnation=run.incarnation,
             rank=rank,
             num_ranks=num_ranks,
+            sharing_hidden_size=sharing_hidden_size,
             outage_s=_OUTAGE_S[hub.startswith("unix:")],
         )
         self._weights = WeightPublisher(hub, rank=rank, num_ranks=num_ranks, fencing_token=run.fencing_token)

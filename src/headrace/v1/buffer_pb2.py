@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.v1 import trajectory_pb2 as headrace_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/buffer.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/v1/trajectory.proto\"o\n\nPutRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x13\n\x0bproducer_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12+\n\x07records\x18\x04 \x03(\x0b\x32\x1a.headrace.v1.EncodedRecord\"3\n\x0eRejectedRecord\x12\x11\n\trecord_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"j\n\x0bPutResponse\x12\x16\n\x0e\x61\x63ked_sequence\x18\x01 \x01(\x04\x12\x14\n\x0c\x63redit_bytes\x18\x02 \x01(\x04\x12-\n\x08rejected\x18\x03 \x03(\x0b\x32\x1b.headrace.v1.RejectedRecord\"O\n\x11PutColumnsRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12+\n\x07\x63olumns\x18\x02 \x03(\x0b\x32\x1a.headrace.v1.EncodedColumn\"C\n\x12PutColumnsResponse\x12-\n\x08rejected\x18\x01 \x03(\x0b\x32\x1b.headrace.v1.RejectedRecord\"u\n\x0bTakeRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0b\x63onsumer_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\r\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x11\n\tnum_ranks\x18\x06 \x01(\r\"\x91\x01\n\x0cTakeResponse\x12\'\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x18.headrace.v1.LeasedBatch\x12+\n\x07records\x18\x02 \x03(\x0b\x32\x1a.headrace.v1.EncodedRecord\x12+\n\x07\x63olumns\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.EncodedColumn\"\xcb\x01\n\x0bLeasedBatch\x12\x13\n\x0blease_token\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x32\n\rmicro_batches\x18\x03 \x03(\x0b\x32\x1b.headrace.v1.MicroBatchPlan\x12\x17\n\x0fnum_loss_tokens\x18\x04 \x01(\x04\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\x12\x12\n\nnum_groups\x18\x06 \x01(\r\x12\x10\n\x08mean_lag\x18\x07 \x01(\x01\x12\x0f\n\x07max_lag\x18\x08 \x01(\x04\"H\n\x0eMicroBatchPlan\x12\x12\n\nrecord_ids\x18\x01 \x03(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0e\n\x06shared\x18\x03 \x03(\r\"R\n\rCommitRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0blease_token\x18\x03 \x01(\x04\x12\x0f\n\x07skipped\x18\x04 \x01(\x08\"=\n\x0e\x43ommitResponse\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\"B\n\x0eReleaseRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0blease_token\x18\x03 \x01(\x04\"\x11\n\x0fReleaseResponse\" \n\x0fGetStatsRequest\x12\r\n\x05table\x18\x01 \x01(\t\"\x9f\x01\n\x10GetStatsResponse\x12\x13\n\x0bnum_records\x18\x01 \x01(\x04\x12\x12\n\nnum_groups\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_added\x18\x04 \x01(\x04\x12\x13\n\x0bnum_evicted\x18\x05 \x01(\x04\x12\x13\n\x0bnum_sampled\x18\x06 \x01(\x04\x12\x12\n\nnum_leased\x18\x07 \x01(\x04\x32\xad\x03\n\rBufferService\x12<\n\x03Put\x12\x17.headrace.v1.PutRequest\x1a\x18.headrace.v1.PutResponse(\x01\x30\x01\x12M\n\nPutColumns\x12\x1e.headrace.v1.PutColumnsRequest\x1a\x1f.headrace.v1.PutColumnsResponse\x12=\n\x04Take\x12\x18.headrace.v1.TakeRequest\x1a\x19.headrace.v1.TakeResponse0\x01\x12\x41\n\x06\x43ommit\x12\x1a.headrace.v1.CommitRequest\x1a\x1b.headrace.v1.CommitResponse\x12\x44\n\x07Release\x12\x1b.headrace.v1.ReleaseRequest\x1a\x1c.headrace.v1.ReleaseResponse\x12G\n\x08GetStats\x12\x1c.headrace.v1.GetStatsRequest\x1a\x1d.headrace.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18headrace/v1/buffer.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/v1/trajectory.proto\"o\n\nPutRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x13\n\x0bproducer_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12+\n\x07records\x18\x04 \x03(\x0b\x32\x1a.headrace.v1.EncodedRecord\"3\n\x0eRejectedRecord\x12\x11\n\trecord_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"j\n\x0bPutResponse\x12\x16\n\x0e\x61\x63ked_sequence\x18\x01 \x01(\x04\x12\x14\n\x0c\x63redit_bytes\x18\x02 \x01(\x04\x12-\n\x08rejected\x18\x03 \x03(\x0b\x32\x1b.headrace.v1.RejectedRecord\"O\n\x11PutColumnsRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12+\n\x07\x63olumns\x18\x02 \x03(\x0b\x32\x1a.headrace.v1.EncodedColumn\"C\n\x12PutColumnsResponse\x12-\n\x08rejected\x18\x01 \x03(\x0b\x32\x1b.headrace.v1.RejectedRecord\"\x92\x01\n\x0bTakeRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0b\x63onsumer_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\r\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x11\n\tnum_ranks\x18\x06 \x01(\r\x12\x1b\n\x13sharing_hidden_size\x18\x07 \x01(\r\"\x91\x01\n\x0cTakeResponse\x12\'\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x18.headrace.v1.LeasedBatch\x12+\n\x07records\x18\x02 \x03(\x0b\x32\x1a.headrace.v1.EncodedRecord\x12+\n\x07\x63olumns\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.EncodedColumn\"\xcb\x01\n\x0bLeasedBatch\x12\x13\n\x0blease_token\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x32\n\rmicro_batches\x18\x03 \x03(\x0b\x32\x1b.headrace.v1.MicroBatchPlan\x12\x17\n\x0fnum_loss_tokens\x18\x04 \x01(\x04\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\x12\x12\n\nnum_groups\x18\x06 \x01(\r\x12\x10\n\x08mean_lag\x18\x07 \x01(\x01\x12\x0f\n\x07max_lag\x18\x08 \x01(\x04\"H\n\x0eMicroBatchPlan\x12\x12\n\nrecord_ids\x18\x01 \x03(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0e\n\x06shared\x18\x03 \x03(\r\"R\n\rCommitRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0blease_token\x18\x03 \x01(\x04\x12\x0f\n\x07skipped\x18\x04 \x01(\x08\"=\n\x0e\x43ommitResponse\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\"B\n\x0eReleaseRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0blease_token\x18\x03 \x01(\x04\"\x11\n\x0fReleaseResponse\" \n\x0fGetStatsRequest\x12\r\n\x05table\x18\x01 \x01(\t\"\x9f\x01\n\x10GetStatsResponse\x12\x13\n\x0bnum_records\x18\x01 \x01(\x04\x12\x12\n\nnum_groups\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_added\x18\x04 \x01(\x04\x12\x13\n\x0bnum_evicted\x18\x05 \x01(\x04\x12\x13\n\x0bnum_sampled\x18\x06 \x01(\x04\x12\x12\n\nnum_leased\x18\x07 \x01(\x04\x32\xad\x03\n\rBufferService\x12<\n\x03Put\x12\x17.headrace.v1.PutRequest\x1a\x18.headrace.v1.PutResponse(\x01\x30\x01\x12M\n\nPutColumns\x12\x1e.headrace.v1.PutColumnsRequest\x1a\x1f.headrace.v1.PutColumnsResponse\x12=\n\x04Take\x12\x18.headrace.v1.TakeRequest\x1a\x19.headrace.v1.TakeResponse0\x01\x12\x41\n\x06\x43ommit\x12\x1a.headrace.v1.CommitRequest\x1a\x1b.headrace.v1.CommitResponse\x12\x44\n\x07Release\x12\x1b.headrace.v1.ReleaseRequest\x1a\x1c.headrace.v1.ReleaseResponse\x12G\n\x08GetStats\x12\x1c.headrace.v1.GetStatsRequest\x1a\x1d.headrace.v1.GetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,26 +42,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUTCOLUMNSREQUEST']._serialized_end=424
   _globals['_PUTCOLUMNSRESPONSE']._serialized_start=426
   _globals['_PUTCOLUMNSRESPONSE']._serialized_end=493
-  _globals['_TAKEREQUEST']._serialized_start=495
-  _globals['_TAKEREQUEST']._serialized_end=612
-  _globals['_TAKERESPONSE']._serialized_start=615
-  _globals['_TAKERESPONSE']._serialized_end=760
-  _globals['_LEASEDBATCH']._serialized_start=763
-  _globals['_LEASEDBATCH']._serialized_end=966
-  _globals['_MICROBATCHPLAN']._serialized_start=968
-  _globals['_MICROBATCHPLAN']._serialized_end=1040
-  _globals['_COMMITREQUEST']._serialized_start=1042
-  _globals['_COMMITREQUEST']._serialized_end=1124
-  _globals['_COMMITRESPONSE']._serialized_start=1126
-  _globals['_COMMITRESPONSE']._serialized_end=1187
-  _globals['_RELEASEREQUEST']._serialized_start=1189
-  _globals['_RELEASEREQUEST']._serialized_end=1255
-  _globals['_RELEASERESPONSE']._serialized_start=1257
-  _globals['_RELEASERESPONSE']._serialized_end=1274
-  _globals['_GETSTATSREQUEST']._serialized_start=1276
-  _globals['_GETSTATSREQUEST']._serialized_end=1308
-  _globals['_GETSTATSRESPONSE']._serialized_start=1311
-  _globals['_GETSTATSRESPONSE']._serialized_end=1470
-  _globals['_BUFFERSERVICE']._serialized_start=1473
-  _globals['_BUFFERSERVICE']._serialized_end=1902
+  _globals['_TAKEREQUEST']._serialized_start=496
+  _globals['_TAKEREQUEST']._serialized_end=642
+  _globals['_TAKERESPONSE']._serialized_start=645
+  _globals['_TAKERESPONSE']._serialized_end=790
+  _globals['_LEASEDBATCH']._serialized_start=793
+  _globals['_LEASEDBATCH']._serialized_end=996
+  _globals['_MICROBATCHPLAN']._serialized_start=998
+  _globals['_MICROBATCHPLAN']._serialized_end=1070
+  _globals['_COMMITREQUEST']._serialized_start=1072
+  _globals['_COMMITREQUEST']._serialized_end=1154
+  _globals['_COMMITRESPONSE']._serialized_start=1156
+  _globals['_COMMITRESPONSE']._serialized_end=1217
+  _globals['_RELEASEREQUEST']._serialized_start=1219
+  _globals['_RELEASEREQUEST']._serialized_end=1285
+  _globals['_RELEASERESPONSE']._serialized_start=1287
+  _globals['_RELEASERESPONSE']._serialized_end=1304
+  _globals['_GETSTATSREQUEST']._serialized_start=1306
+  _globals['_GETSTATSREQUEST']._serialized_end=1338
+  _globals['_GETSTATSRESPONSE']._serialized_start=1341
+  _globals['_GETSTATSRESPONSE']._serialized_end=1500
+  _globals['_BUFFERSERVICE']._serialized_start=1503
+  _globals['_BUFFERSERVICE']._serialized_end=1932
 # @@protoc_insertion_point(module_scope)

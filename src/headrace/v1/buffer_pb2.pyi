@@ -152,6 +152,7 @@ class TakeRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
+    SHARING_HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     table: _builtins.str
     step: _builtins.int
     """The step that will train on the batch. Asking again for a leased step gives the same lease."""
@@ -160,6 +161,10 @@ class TakeRequest(_message.Message):
     incarnation: _builtins.int
     rank: _builtins.int
     num_ranks: _builtins.int
+    sharing_hidden_size: _builtins.int
+    """Hidden size of the model where the trainer computes a prompt once for the samples of a group, so that the plan may
+    keep them together; 0 where it cannot. The first rank that asks decides for the step.
+    """
     def __init__(
         self,
         *,
@@ -169,10 +174,11 @@ class TakeRequest(_message.Message):
         incarnation: _builtins.int = ...,
         rank: _builtins.int = ...,
         num_ranks: _builtins.int = ...,
+        sharing_hidden_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "incarnation", b"incarnation", "num_ranks", b"num_ranks", "rank", b"rank", "step", b"step", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "incarnation", b"incarnation", "num_ranks", b"num_ranks", "rank", b"rank", "sharing_hidden_size", b"sharing_hidden_size", "step", b"step", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
