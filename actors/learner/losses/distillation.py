@@ -2,7 +2,7 @@
 # torch is only partly typed.
 """On-policy distillation: the student's own samples, scored by a teacher token by token.
 
-The aim is the reverse divergence at each state that the student visits (MiniLLM, arXiv 2306.08543, equation 2, and GKD,
+The aim is the reverse divergence at each state that the student visits (MiniLLM, arXiv 2306.08543, equation 1, and GKD,
 arXiv 2306.13649, with the reverse KL on the student's own outputs):
 
     KL(student || teacher) = E_student[ log p_student(token) - log p_teacher(token) ]

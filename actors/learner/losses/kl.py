@@ -13,9 +13,9 @@ With d = reference - policy log-probability of the token, in nats (http://joschu
 The expectation of a sample's gradient is not the gradient of the expectation: the samples come from the policy too. So
 k3, an unbiased and nearly noiseless *value*, pulls towards covering the reference when it is used as a loss (GRPO,
 arXiv 2402.03300, equation 4, does so). "unbiased" keeps its value and takes the gradient of the true divergence; with
-an importance weight it is what arXiv 2512.02556 (section 3.1) gets from differentiating weight x k3. All of them are of
-the distribution at each visited state: that a token leads to later states where the policies differ more is credited by
-a KL in the reward alone.
+an importance weight it is what DeepSeek-V3.2 (arXiv 2512.02556, equation 7) gets by differentiating weight x k3. All of
+them are of the distribution at each visited state: that a token leads to later states where the policies differ more is
+credited by a KL in the reward alone.
 
 Invariant: a gap that is huge or infinite makes neither value nor gradient non-finite. Inputs are bounded, never
 outputs: 0 times an infinite exponential would be NaN in the backward pass.

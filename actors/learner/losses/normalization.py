@@ -4,7 +4,7 @@
 
 With T loss tokens and S sequences in the whole step, over all ranks and micro-batches, and l the loss of a token:
 
-    token       sum of l / T                        DAPO, arXiv 2503.14476, equation 8
+    token       sum of l / T                        DAPO, arXiv 2503.14476, equation 12
     sequence    sum over sequences of mean(l) / S   GRPO, arXiv 2402.03300, equation 3
     constant    sum of l / (length x S)             Dr. GRPO, arXiv 2503.20783, section 3.2
 

@@ -6,7 +6,7 @@ Per token, with A the advantage, r = exp(current - proximal) and w the detached 
 
     w * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))  +  kl_coef * KL  -  entropy_coef * entropy
 
-PPO: arXiv 1707.06347, equation 7; decoupled: arXiv 2110.00641, equation 2; separate bounds: DAPO, arXiv 2503.14476,
+PPO: arXiv 1707.06347, equation 7; decoupled: arXiv 2110.00641, section 3; separate bounds: DAPO, arXiv 2503.14476,
 equation 10; dual clip: arXiv 1912.09729, equation 8.
 
 With one update a batch the proximal policy is the detached current one: r is exactly 1, the clip cannot bite, and w is
