@@ -41,6 +41,13 @@ def test_dynamic_filter_bounded_tells_all_right_from_all_wrong() -> None:
     assert "5 of 6 in the whole run" in message
 
 
+def test_a_group_filtered_by_another_rule_is_neither_right_nor_wrong() -> None:
+    budget = RefillBudget(rounds=2, groups_per_step=2)
+    budget.filtered([0.0, 1.0])
+    counts = budget.statistics()
+    assert (counts.num_in_a_row, counts.num_all_right, counts.num_all_wrong) == (1, 0, 0)
+
+
 def test_a_kept_group_starts_the_count_again() -> None:
     budget = RefillBudget(rounds=1, groups_per_step=2)
     for _ in range(50):

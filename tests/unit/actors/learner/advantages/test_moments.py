@@ -51,6 +51,13 @@ def test_equal_values_have_exactly_no_deviation(value: float, count: int) -> Non
     assert Moments.of(np.full(count, np.float32(value))).deviation == 0.0
 
 
+def test_values_one_float32_rounding_step_apart_have_no_deviation() -> None:
+    step = float(np.nextafter(np.float32(0.1), np.float32(1)))
+    assert Moments.of([float(np.float32(0.1)), step]).deviation == 0.0
+    assert Moments.of([float(np.float32(0.1))]).merge(Moments.of([step])).deviation == 0.0
+    assert Moments.of([0.1, 0.1001]).deviation > 0.0
+
+
 def test_nothing_has_no_deviation_and_changes_nothing() -> None:
     some = Moments.of([1.0, 2.0])
     assert Moments.of([]).deviation == 0.0

@@ -89,6 +89,13 @@ def test_zero_variance_gives_exactly_zero(dtype: type) -> None:
     assert not np.concatenate(batch_normalized_advantages([flat, flat + 1], group_baseline=True)).any()
 
 
+def test_float32_rounding_between_groups_is_no_difference() -> None:
+    """K-024: two scorers' 0.1, one rounding step apart, push nobody."""
+    batch = [[0.1, 0.1], [float(np.nextafter(np.float32(0.1), np.float32(1)))]]
+    for baseline in (False, True):
+        assert not np.concatenate(batch_normalized_advantages(batch, group_baseline=baseline)).any()
+
+
 def test_a_single_sample_gets_no_credit() -> None:
     assert [group.tolist() for group in batch_normalized_advantages([[0.7]])] == [[0.0]]
 
