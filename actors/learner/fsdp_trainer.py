@@ -11,6 +11,7 @@ Invariants:
 """
 
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +21,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from headrace.actors.learner.controllers import Bounds, KlLearningRate
 from headrace.actors.learner.forward import PackedForward
 from headrace.actors.learner.objective import Objective
 from headrace.actors.learner.optimizer import ShardedAdamW
@@ -42,6 +44,8 @@ else:
 logger = logging.getLogger(__name__)
 
 _FIRST_VERSION = PolicyVersion(0, 0)
+# How far a rate that follows the KL may leave its schedule.
+_RATE_FACTORS = Bounds(low=0.01, high=10.0)
 
 
 class FsdpTrainer:
@@ -70,6 +74,9 @@ class FsdpTrainer:
         self._objective = Objective(algorithm, self._forward, config=config, model_dir=model_dir, group=group)
         self._parameters = shard_model(self._model, group, config.learner)
         self._optimizer = ShardedAdamW(self._parameters, config.learner)
+        self._rate: KlLearningRate | None = None
+        if config.learner.kl_target > 0:
+            self._rate = KlLearningRate(initial=1.0, target=config.learner.kl_target, bounds=_RATE_FACTORS)
         canonical = canonical_parameters(self._model, self._parameters, checkpoint_tensor_names(model_dir))
         self._exporter = WeightExporter(canonical, dtype=model_dtype(config), run_id=run_id)
         if not self._forward.verify_isolation():
@@ -176,6 +183,7 @@ class FsdpTrainer:
         self._streak = 0 if updated else self._streak + 1
         if updated:
             metrics |= self._objective.stepped(metrics)
+            self._steer_rate(metrics)
         else:
             self._report_skip(batch, sums)
         return self._finish(batch, metrics, skipped=not updated)
@@ -201,7 +209,7 @@ class FsdpTrainer:
             version=self._version.version,
             updates=self._optimizer.updates,
             nonfinite_streak=self._streak,
-            controllers=self._objective.state(),
+            controllers=self._controllers(),
         )
         save_state(folder, self._tensors(), state, self._group)
 
@@ -215,6 +223,9 @@ class FsdpTrainer:
         self._optimizer.restore_updates(state.updates)
         self._streak = state.nonfinite_streak
         self._objective.restore(state.controllers)
+        if self._rate is not None and "rate_factor" in state.controllers:
+            self._rate.restore(state.controllers["rate_factor"])
+            self._optimizer.rate_factor = self._rate.rate
         self._version = self._version._replace(version=state.version)
 
     def export_hf(self, folder: Path) -> None:
@@ -252,6 +263,11 @@ class FsdpTrainer:
             torch.autograd.backward(output.loss * self._group.num_ranks)
         return sums
 
+    def _steer_rate(self, metrics: dict[str, float]) -> None:
+        """What an update did to the policy shows in the gap between sampler and learner some steps later."""
+        if self._rate is not None:
+            self._optimizer.rate_factor = self._rate.update(metrics.get("mismatch_kl/mean", math.nan))
+
     def _report_skip(self, batch: StepBatch, sums: StepSums) -> None:
         records = sums.suspects or [name for micro_batch in batch.micro_batches for name in micro_batch.record_ids]
         logger.warning(
@@ -271,6 +287,10 @@ class FsdpTrainer:
                 f"{limit}: lower learner.learning_rate, or look at the records named in the log"
             )
         return StepResult(version=self._version, skipped=skipped, metrics=metrics)
+
+    def _controllers(self) -> dict[str, float]:
+        rate = {} if self._rate is None else {"rate_factor": self._rate.state()}
+        return {**self._objective.state(), **rate}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         weights = {f"model.{name}": parameter.detach() for name, parameter in self._parameters.items()}

@@ -38,12 +38,14 @@ class ShardedAdamW:
 
     Attributes:
         updates: Updates applied so far; skipped ones do not count.
+        rate_factor: Multiplies the schedule's rate.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], config: LearnerConfig) -> None:
         self._parameters = dict(parameters)
         self._config = config
         self.updates = 0
+        self.rate_factor = 1.0
         self._adam = torch.optim.AdamW(
             self._parameters.values(),
             lr=config.learning_rate,
@@ -60,9 +62,9 @@ class ShardedAdamW:
 
     @property
     def next_rate(self) -> float:
-        """Learning rate of the next update: warm-up times decay."""
+        """Learning rate of the next update: warm-up times decay, times the factor."""
         risen = warmup_rate(self._config.learning_rate, self._config.warmup_steps, self.updates)
-        return risen * decay_factor(self._config.decay_steps, self.updates)
+        return risen * decay_factor(self._config.decay_steps, self.updates) * self.rate_factor
 
     def squared_norm(self) -> float:
         """Sum of squares of this rank's gradient elements; add it up over ranks before `apply`."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
 from typing import Any, cast
 
-from headrace.engine.config.keys import Key, allowed, keys, other_names, sections
 from headrace.engine.config.fields import Section
+from headrace.engine.config.keys import Key, allowed, keys, other_names, sections
 from headrace.engine.config.schema import Config
 from headrace.engine.errors import ConfigError
 

@@ -102,6 +102,9 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     adam_eps: PositiveFloat = 1e-8
     warmup_steps: NonNegative = 0  # updates over which the rate rises linearly
     decay_steps: NonNegative = 0  # updates over which it falls linearly to 0; 0: it does not fall
+    # Nats a token between sampler and learner that the rate is steered to, within a hundredth and ten times of what the
+    # schedule says; 0: the schedule alone.
+    kl_target: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
     token_budget: Positive = 4096  # tokens of one packed micro-batch
     mixed_precision: Literal["auto", "bf16", "fp16", "no"] = "auto"  # auto: bf16 where the hardware multiplies it

@@ -19,7 +19,7 @@ from headrace.engine.types import FinishReason, PolicyVersion, StepBatch, Trajec
 LEARNER = LearnerConfig(
     device="cpu", threads=1, mixed_precision="no", learning_rate=1e-3, max_grad_norm=1e9, adam_eps=1e-2
 )
-Build = Callable[[AlgorithmConfig], FsdpTrainer]
+Build = Callable[..., FsdpTrainer]
 Split = tuple[tuple[int, ...], ...]
 
 
@@ -32,10 +32,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(model_dir: Path, tmp_path: Path) -> Iterator[Build]:
     made: list[FsdpTrainer] = []
 
-    def make(algorithm: AlgorithmConfig) -> FsdpTrainer:
+    def make(algorithm: AlgorithmConfig, learner: LearnerConfig = LEARNER) -> FsdpTrainer:
         for trainer in made:
             trainer.close()
-        config = Config(learner=LEARNER, algorithm=algorithm, model=ModelConfig(dtype="float32"))
+        config = Config(learner=learner, algorithm=algorithm, model=ModelConfig(dtype="float32"))
         meet = f"file://{tmp_path}/meet-{len(made)}"
         method = Grpo(config.algorithm)
         made.append(FsdpTrainer.from_config(config, model_dir, algorithm=method, rank=0, num_ranks=1, init_method=meet))
@@ -170,3 +170,14 @@ def test_a_reference_column_that_is_given_is_the_one_that_is_used(build: Build) 
     filled = msgspec.structs.replace(part, reference_logprobs=np.full(part.token_ids.size, -40.0, np.float32))
     whole = msgspec.structs.replace(batch(0), micro_batches=(filled,))
     assert build(AlgorithmConfig(kl_coef=0.5)).step(whole).metrics["actor/kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_rate_that_follows_the_kl_falls_where_sampler_and_learner_are_far_apart(build: Build, tmp_path: Path) -> None:
+    learner = msgspec.structs.replace(LEARNER, kl_target=1e-4)
+    trainer = build(AlgorithmConfig(), learner)
+    rates = [trainer.step(batch(step, logprobs=(-1.0,) * 4)).metrics["actor/lr"] for step in range(3)]
+    assert rates == pytest.approx([1e-3, 1e-3 / 1.5, 1e-3 / 1.5**2])
+    trainer.save(tmp_path / "saved")
+    resumed = build(AlgorithmConfig(), learner)
+    resumed.load(tmp_path / "saved")
+    assert resumed.step(batch(3)).metrics["actor/lr"] == pytest.approx(1e-3 / 1.5**3)
