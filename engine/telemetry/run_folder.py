@@ -178,6 +178,18 @@ class RunFolder:
         )
         return num_rows
 
+    def has_evaluation(self, step: int) -> bool:
+        """Whether metrics.jsonl has the row of an evaluation after `step` steps; blocks while it is read.
+
+        Raises:
+            StorageError: The file cannot be read.
+        """
+        try:
+            lines = self.metrics_path.read_bytes().splitlines()
+        except OSError as error:
+            raise StorageError(f"{self.metrics_path} cannot be read: {error.strerror}") from error
+        return any(_is_evaluation(line, step) for line in lines)
+
     def log(self, text: str, now: float) -> None:
         """Append a line to log.txt with the local time of `now` (Unix time); line feeds in it become spaces.
 
@@ -213,6 +225,14 @@ class RunFolder:
         self._log.close()
         os.close(self._lock)
         self._lock = -1
+
+
+def _is_evaluation(line: bytes, step: int) -> bool:
+    try:
+        row = msgspec.json.decode(line, type=dict[str, object])
+    except msgspec.MsgspecError:
+        return False  # a line that somebody edited
+    return row.get("step") == step and any(name.startswith("eval/") for name in row)
 
 
 def _make_unique(parent: Path, name: str) -> Path:

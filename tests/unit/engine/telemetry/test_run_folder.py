@@ -100,6 +100,13 @@ def test_resuming_cuts_torn_lines_and_rows_that_run_again_and_the_log_says_so(tm
     again.close()
 
 
+def test_an_evaluation_that_was_not_finished_is_told_from_one_that_was(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "demo", "", NOW)
+    folder.metrics_path.write_text('{"step": 2, "eval/accuracy": 0.5}\n{"step": 4, "actor/lr": 0.1}\nedited\n')
+    assert folder.has_evaluation(2) and not folder.has_evaluation(4)
+    folder.close()
+
+
 def test_a_folder_without_a_configuration_is_no_run_folder(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a run folder"):
         RunFolder.open(tmp_path, NOW)
