@@ -29,7 +29,6 @@ from headrace.engine.weights.layout import (
     raw_dtype,
     tensor_offsets,
 )
-from headrace.engine.weights.placement import place_payload_dir
 from headrace.engine.weights.ulp import RawArray
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "layout_hash",
     "open_payload",
     "payload_size",
-    "place_payload_dir",
     "verify_payload",
 ]
 

@@ -1,47 +1,10 @@
-"""Where payload files lie: shared memory if it has room, a folder on disk otherwise."""
+"""Files for payloads, whose whole size is reserved before anything is written."""
 
-import contextlib
 import errno
-import logging
 import os
-import tempfile
 from pathlib import Path
 
 from headrace.engine.errors import StorageError
-
-_LOG = logging.getLogger(__name__)
-
-
-def place_payload_dir(preferred: Path, *, fallback: Path | None = None, needed_bytes: int = 0) -> Path:
-    """Make and return a private folder for payloads: `preferred`, usually in shared memory, if it has room.
-
-    Args:
-        preferred: Where payloads should lie, for example a folder in /dev/shm.
-        fallback: The folder on disk to use otherwise; one of the same name in the temporary folder by default.
-        needed_bytes: Room that must be free, for all versions that are kept at a time.
-
-    Raises:
-        StorageError: Neither folder can be made.
-    """
-    other = fallback if fallback is not None else Path(tempfile.gettempdir()) / preferred.name
-    reason = ""
-    try:
-        preferred.mkdir(mode=0o700, parents=True, exist_ok=True)
-        room = os.statvfs(preferred)
-        free = room.f_bavail * room.f_frsize
-        if free >= needed_bytes and os.access(preferred, os.W_OK):
-            return preferred
-        reason = f"{free} of {needed_bytes} bytes are free"
-        with contextlib.suppress(OSError):
-            preferred.rmdir()
-    except OSError as error:
-        reason = str(error.strerror)
-    try:
-        other.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"No payload folder: {preferred}: {reason}; {other}: {error.strerror}.") from error
-    _LOG.warning("Weight payloads go to %s, because in %s %s; updates will be slower.", other, preferred, reason)
-    return other
 
 
 def open_reserved(path: Path, size: int) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.engine.errors import CorruptUpdateError, FormatError, InputError, StorageError
 from headrace.engine.types import BucketEncoding, PolicyVersion, TensorSpec, UpdateKind, WeightManifest, WeightUpdate
 from headrace.engine.weights.layout import BUCKET_ELEMENTS, layout_hash, payload_size, tensor_offsets
-from headrace.engine.weights.payload import KeyframeWriter, open_payload, place_payload_dir, verify_payload
+from headrace.engine.weights.payload import KeyframeWriter, open_payload, verify_payload
 
 VERSION = PolicyVersion(0, 7)
 TENSORS = (
@@ -233,19 +233,3 @@ def test_a_writer_refuses_what_a_payload_cannot_hold(tmp_path: Path) -> None:
         KeyframeWriter(
             tmp_path / "k", (TensorSpec(name="w", dtype="int64", shape=(1,)),), run_id="run", version=VERSION
         )
-
-
-def test_payloads_lie_in_the_preferred_folder_if_it_has_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert place_payload_dir(tmp_path / "shm", fallback=tmp_path / "disk", needed_bytes=1) == tmp_path / "shm"
-    assert (tmp_path / "shm").stat().st_mode & 0o777 == 0o700
-    assert not caplog.records
-
-
-def test_payloads_go_to_the_other_folder_with_one_clear_line_if_it_has_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    chosen = place_payload_dir(tmp_path / "shm", fallback=tmp_path / "disk", needed_bytes=1 << 62)
-    assert chosen == tmp_path / "disk"
-    assert chosen.is_dir()
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"Weight payloads go to {chosen}, because in")
