@@ -64,7 +64,7 @@ def trace_loader(model: torch.nn.Module, load: Loader, layout: TensorLayout) -> 
         layout: The checkpoint's names, in the order in which they are loaded.
     """
     storages = model_storages(model)
-    registered = _Registered(model)
+    registered = RegisteredTensors(model)
     watch = _Watch(storages, layout)
     failure = _attempt(watch, registered, load, watch.sources.items())
     if failure:
@@ -111,10 +111,11 @@ def trace_names(model: torch.nn.Module, layout: TensorLayout) -> Trace:
     return Trace(storages=storages, regions=regions, opaque=opaque, absent=absent, touched={})
 
 
-class _Registered:
+class RegisteredTensors:
     """The parameters and buffers that a model has, to put back what a loader replaces."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        """Remember them; their values are not copied."""
         self._slots = [
             (table, name, tensor)
             for module in model.modules()
@@ -124,7 +125,7 @@ class _Registered:
         self._data = [None if tensor is None else tensor.data for _, _, tensor in self._slots]
 
     def put_back(self) -> bool:
-        """Whether anything had been replaced."""
+        """Register again what was replaced or removed; whether anything was."""
         replaced = False
         for (table, name, tensor), data in zip(self._slots, self._data, strict=True):
             if table.get(name) is not tensor:
@@ -135,7 +136,7 @@ class _Registered:
 
 
 def _attempt(
-    watch: "_Watch", registered: _Registered, load: Loader, weights: Iterable[tuple[str, torch.Tensor]]
+    watch: "_Watch", registered: RegisteredTensors, load: Loader, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> str:
     """Load under the watch; why that cannot be relied on, or nothing."""
     try:

@@ -138,7 +138,8 @@ def build_weight_map(
     """
     opaque = dict(trace.opaque)
     touched = {name: set(modules) for name, modules in trace.touched.items()}
-    reasons = {path: reason for path, module in model.named_modules() if (reason := opaque_module(path, module))}
+    modules_by_path = dict(model.named_modules(remove_duplicate=False))
+    reasons = {path: reason for path, module in modules_by_path.items() if (reason := opaque_module(path, module))}
     for name, regions in trace.regions.items():
         modules = set[str]().union(*(trace.storages[region.storage].modules for region in regions))
         touched.setdefault(name, set()).update(modules)

@@ -47,6 +47,10 @@ class OpaqueShadow:
         """The opaque tensors."""
         return frozenset(self._tensors)
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """The copy of one tensor; to read."""
+        return self._tensors[name]
+
     def patch(self, changes: Iterable[WeightChange]) -> list[WeightChange]:
         """Change the copies, not the model; returns the change that takes this one back.
 
@@ -70,6 +74,11 @@ class OpaqueShadow:
             flat[where] = change.values
         undo.reverse()
         return undo
+
+    def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over values that a full update has loaded already."""
+        for name, value in tensors.items():
+            self._tensors[name].copy_(value)
 
     def reload(self, names: Set[str]) -> None:
         """Load these names into the model again, and with them all that shares a module with one of them."""
