@@ -143,6 +143,24 @@ def pack(
     return Part(micro_batch=micro_batch, prompts=prompts, places=places)
 
 
+class Adam:
+    """arXiv 1412.6980, algorithm 1, for one tensor; torch's own takes seconds to import its compiler."""
+
+    def __init__(self, parameter: torch.Tensor, learning_rate: float) -> None:
+        self.parameter, self.learning_rate, self.time = parameter, learning_rate, 0
+        self.mean, self.square = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        gradient = self.parameter.grad
+        assert gradient is not None
+        self.time += 1
+        self.mean = 0.9 * self.mean + 0.1 * gradient
+        self.square = 0.999 * self.square + 0.001 * gradient**2
+        size = (self.square / (1 - 0.999**self.time)).sqrt() + 1e-8
+        self.parameter -= self.learning_rate * self.mean / (1 - 0.9**self.time) / size
+
+
 class Bandit:
     """One run of one method: samples, credit, a loss in two micro-batches, and Adam; the steps of the real runtime.
 
@@ -170,8 +188,8 @@ class Bandit:
         self.offset = offset
         self.critic = torch.full((NUM_PROMPTS, MAX_TOKENS), offset, requires_grad=True)
         self.reference, self.teacher = self.policy.snapshot(), teacher_policy()
-        self.optimizer = torch.optim.Adam([self.policy.logits], lr=learning_rate)
-        self.critic_optimizer = torch.optim.Adam([self.critic], lr=learning_rate)
+        self.optimizer = Adam(self.policy.logits, learning_rate)
+        self.critic_optimizer = Adam(self.critic, learning_rate)
         self.rng = np.random.default_rng(7)
         self.served = deque([self.policy.snapshot()], maxlen=staleness + 1)
         self.history: list[float] = []
@@ -258,8 +276,7 @@ class Bandit:
         traits, step, counts = self.algorithm.traits, rows, Counts.of(rows)
         rows = [row for row in step if row.advantage or not traits.skips_zero_credit]
         border = len(rows) // 2 // 2 * 2 if traits.whole_groups else len(rows) // 2
-        self.optimizer.zero_grad()
-        self.critic_optimizer.zero_grad()
+        self.policy.logits.grad = self.critic.grad = None
         rejected, denominator = 0.0, 1.0
         for half in (rows[:border], rows[border:]):
             part = self.pack(half)
