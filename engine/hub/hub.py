@@ -258,10 +258,8 @@ class Hub:
                 state.members.leave(member.member_id)
                 self._rollouts.lost(member.member_id)
                 self._actors.kill(member.member_id)
-            still_s = now_s - state.last_progress_s
-            limit_s = state.config.timeouts.no_progress_s
-            loading = any(member.is_loading for member in state.members.all())
-            if still_s > (limit_s + state.config.timeouts.start_s if loading else limit_s):
+            still_s = state.stands_still(now_s)
+            if still_s is not None:
                 waits = "; ".join(f"{w.role} {w.member} waits for {w.waits_for}" for w in state.board.listing())
                 raise NoProgressError(f"nothing was sampled, scored or trained for {still_s:.0f} s: {waits}")
 

@@ -29,6 +29,8 @@ class HubState:
         fencing_token: Of the current learner; an older one is refused.
         ended: How the run ended; empty while it goes on.
         hold_step: A step that may not begin yet (an evaluation is pinned to the version before it).
+        last_progress_s: Monotonic time at which something was sampled, scored or trained.
+        loaded_s: Monotonic time at which a member was last seen loading.
         tokens_by_step: Response tokens of the steps that were planned and not reported yet.
         num_updates: Committed steps that were not skipped and had a sample with an advantage.
         num_failed: Attempts of groups that failed so far, in sampling or in scoring.
@@ -54,6 +56,7 @@ class HubState:
     error: HeadraceError | None = None
     hold_step: int | None = None
     last_progress_s: float = 0.0
+    loaded_s: float = 0.0
     tokens_by_step: dict[int, int] = field(default_factory=dict[int, int])
     num_updates: int = 0
     num_failed: int = 0
@@ -63,6 +66,19 @@ class HubState:
         self.last_progress_s = self.clock.monotonic()
         for step in [step for step in self.tokens_by_step if step < self.flow.window.step - _UNREPORTED_STEPS]:
             del self.tokens_by_step[step]  # a trainer of one's own need not report
+
+    def stands_still(self, now_s: float) -> float | None:
+        """For how many seconds nothing has been sampled, scored or trained; None while that is within its limit.
+
+        The time in which a member loads does not count against those that load no more; loading has a limit of its own.
+        """
+        limits = self.config.timeouts
+        if any(member.is_loading for member in self.members.all()):
+            self.loaded_s = now_s
+            still_s, limit_s = now_s - self.last_progress_s, limits.no_progress_s + limits.start_s
+        else:
+            still_s, limit_s = now_s - max(self.last_progress_s, self.loaded_s), limits.no_progress_s
+        return still_s if still_s > limit_s else None
 
     def attempt_failed(self, group: PromptGroup, why: str) -> None:
         """An attempt at a group failed; people hear of the first, the second, the fourth, ... of them."""
