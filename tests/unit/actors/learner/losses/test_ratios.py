@@ -52,6 +52,9 @@ def test_ratio_exponent_bound_is_on_the_mean_of_a_sequence() -> None:
         assert found.raw[:2].tolist() == [1.0, 1.0]
         assert found.raw.isfinite().all() and found.weight.isfinite().all()
         assert found.raw[2].item() > 1e8 and found.raw[4].item() < 1e-8
+        # A token beyond the bound counts in full where the others bring the whole back.
+        uneven = {"sequence": 1.0, "product": 2.0}[level]
+        assert weights([[32.0, -30.0]], level=level, cap=1e30).raw[0].item() == pytest.approx(math.exp(uneven))
 
 
 def test_filter_then_truncate_does_both() -> None:
@@ -106,7 +109,7 @@ def test_weights_carry_no_gradient_and_ignore_masked_tokens() -> None:
             ids,
             ImportanceConfig(level=level, reject_above=3.0),  # type: ignore[arg-type]
         )
-        assert not found.weight.requires_grad and not found.raw.requires_grad
+        assert not any(values.requires_grad for values in (found.weight, found.raw, found.gap))
         assert found.gap.tolist() == pytest.approx([0.1, 0.0, 0.3])
         assert found.raw.isfinite().all() and found.kept.tolist() == [True, False, True]
 
