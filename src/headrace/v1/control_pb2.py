@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from headrace.v1 import trajectory_pb2 as headrace_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/control.proto\x12\x0bheadrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cheadrace/v1/trajectory.proto\"{\n\x0bJoinRequest\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.headrace.v1.Role\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\"\xca\x01\n\x0cJoinResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x13\n\x0b\x63onfig_toml\x18\x03 \x01(\t\x12+\n\x07version\x18\x04 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\x15\n\rfencing_token\x18\x05 \x01(\x04\x12\x13\n\x0bresume_from\x18\x06 \x01(\t\x12\x12\n\nrun_folder\x18\x07 \x01(\t\x12\x13\n\x0bpayload_dir\x18\x08 \x01(\t\"\x83\x01\n\x04Wait\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.headrace.v1.Role\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x11\n\twaits_for\x18\x03 \x01(\t\x12\x0f\n\x07on_whom\x18\x04 \x01(\t\x12\x0f\n\x07since_s\x18\x05 \x01(\x01\x12\x12\n\ndeadline_s\x18\x06 \x01(\x01\"\xa3\x01\n\x10HeartbeatRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12!\n\x05phase\x18\x02 \x01(\x0e\x32\x12.headrace.v1.Phase\x12\x10\n\x08progress\x18\x03 \x01(\x04\x12\x18\n\x10\x65vent_loop_lag_s\x18\x04 \x01(\x01\x12\x1f\n\x04wait\x18\x05 \x01(\x0b\x32\x11.headrace.v1.Wait\x12\x0c\n\x04note\x18\x06 \x01(\t\"!\n\x11HeartbeatResponse\x12\x0c\n\x04stop\x18\x01 \x01(\x08\"1\n\x0cLeaveRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rLeaveResponse\"\x1e\n\nWhyRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"N\n\nGroupState\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"W\n\x0bWhyResponse\x12 \n\x05waits\x18\x01 \x03(\x0b\x32\x11.headrace.v1.Wait\x12&\n\x05group\x18\x02 \x01(\x0b\x32\x17.headrace.v1.GroupState\"\x12\n\x10GetStatusRequest\"\x81\x02\n\x11GetStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tnum_steps\x18\x03 \x01(\x04\x12+\n\x07version\x18\x04 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\r\n\x05\x65nded\x18\x05 \x01(\t\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x12\n\nerror_kind\x18\x07 \x01(\t\x12\x12\n\nrun_folder\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\n \x01(\t\x12\x15\n\rnum_in_flight\x18\x0b \x01(\r\x12\x11\n\tnum_ready\x18\x0c \x01(\r\"@\n\x19GetCheckpointStateRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rfencing_token\x18\x02 \x01(\x04\"0\n\x1aGetCheckpointStateResponse\x12\x12\n\nstate_json\x18\x01 \x01(\t\"l\n\x08\x41\x63tivity\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.headrace.v1.Role\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05\x64oing\x18\x04 \x01(\t\x12\x0f\n\x07since_s\x18\x05 \x01(\x01\"\x0e\n\x0cWatchRequest\"\xcb\x01\n\rWatchResponse\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0cmetrics_json\x18\x02 \x01(\tH\x00\x12\x12\n\x08log_line\x18\x03 \x01(\tH\x00\x12\x30\n\x06status\x18\x04 \x01(\x0b\x32\x1e.headrace.v1.GetStatusResponseH\x00\x12)\n\x08\x61\x63tivity\x18\x05 \x01(\x0b\x32\x15.headrace.v1.ActivityH\x00\x42\x07\n\x05\x65vent\"\x1d\n\x0bStopRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0e\n\x0cStopResponse\"`\n\x0cTimelineSpan\x12\r\n\x05track\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07start_s\x18\x03 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x04 \x01(\x01\x12\x13\n\x0b\x64\x65tail_json\x18\x05 \x01(\t\"\xd3\x01\n\rReportRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12(\n\x05spans\x18\x02 \x03(\x0b\x32\x19.headrace.v1.TimelineSpan\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.headrace.v1.ReportRequest.MetricsEntry\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x10\n\x0eReportResponse*v\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ROLLOUT\x10\x01\x12\x0f\n\x0bROLE_REWARD\x10\x02\x12\x10\n\x0cROLE_LEARNER\x10\x03\x12\x15\n\x11ROLE_TOKEN_SCORER\x10\x04\x12\x0c\n\x08ROLE_HUB\x10\x05*}\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x11\n\rPHASE_LOADING\x10\x02\x12\x0f\n\x0bPHASE_READY\x10\x03\x12\x12\n\x0ePHASE_DRAINING\x10\x04\x12\x11\n\rPHASE_STOPPED\x10\x05\x32\x88\x05\n\x0e\x43ontrolService\x12;\n\x04Join\x12\x18.headrace.v1.JoinRequest\x1a\x19.headrace.v1.JoinResponse\x12J\n\tHeartbeat\x12\x1d.headrace.v1.HeartbeatRequest\x1a\x1e.headrace.v1.HeartbeatResponse\x12>\n\x05Leave\x12\x19.headrace.v1.LeaveRequest\x1a\x1a.headrace.v1.LeaveResponse\x12\x38\n\x03Why\x12\x17.headrace.v1.WhyRequest\x1a\x18.headrace.v1.WhyResponse\x12J\n\tGetStatus\x12\x1d.headrace.v1.GetStatusRequest\x1a\x1e.headrace.v1.GetStatusResponse\x12@\n\x05Watch\x12\x19.headrace.v1.WatchRequest\x1a\x1a.headrace.v1.WatchResponse0\x01\x12\x65\n\x12GetCheckpointState\x12&.headrace.v1.GetCheckpointStateRequest\x1a\'.headrace.v1.GetCheckpointStateResponse\x12;\n\x04Stop\x12\x18.headrace.v1.StopRequest\x1a\x19.headrace.v1.StopResponse\x12\x41\n\x06Report\x12\x1a.headrace.v1.ReportRequest\x1a\x1b.headrace.v1.ReportResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/control.proto\x12\x0bheadrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cheadrace/v1/trajectory.proto\"{\n\x0bJoinRequest\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.headrace.v1.Role\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\"\xca\x01\n\x0cJoinResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x13\n\x0b\x63onfig_toml\x18\x03 \x01(\t\x12+\n\x07version\x18\x04 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\x15\n\rfencing_token\x18\x05 \x01(\x04\x12\x13\n\x0bresume_from\x18\x06 \x01(\t\x12\x12\n\nrun_folder\x18\x07 \x01(\t\x12\x13\n\x0bpayload_dir\x18\x08 \x01(\t\"\x83\x01\n\x04Wait\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.headrace.v1.Role\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x11\n\twaits_for\x18\x03 \x01(\t\x12\x0f\n\x07on_whom\x18\x04 \x01(\t\x12\x0f\n\x07since_s\x18\x05 \x01(\x01\x12\x12\n\ndeadline_s\x18\x06 \x01(\x01\"\xa3\x01\n\x10HeartbeatRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12!\n\x05phase\x18\x02 \x01(\x0e\x32\x12.headrace.v1.Phase\x12\x10\n\x08progress\x18\x03 \x01(\x04\x12\x18\n\x10\x65vent_loop_lag_s\x18\x04 \x01(\x01\x12\x1f\n\x04wait\x18\x05 \x01(\x0b\x32\x11.headrace.v1.Wait\x12\x0c\n\x04note\x18\x06 \x01(\t\"!\n\x11HeartbeatResponse\x12\x0c\n\x04stop\x18\x01 \x01(\x08\"1\n\x0cLeaveRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rLeaveResponse\"\x1e\n\nWhyRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"N\n\nGroupState\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"W\n\x0bWhyResponse\x12 \n\x05waits\x18\x01 \x03(\x0b\x32\x11.headrace.v1.Wait\x12&\n\x05group\x18\x02 \x01(\x0b\x32\x17.headrace.v1.GroupState\"\x12\n\x10GetStatusRequest\"\xad\x02\n\x11GetStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tnum_steps\x18\x03 \x01(\x04\x12+\n\x07version\x18\x04 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\r\n\x05\x65nded\x18\x05 \x01(\t\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x12\n\nerror_kind\x18\x07 \x01(\t\x12\x12\n\nrun_folder\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\n \x01(\t\x12\x15\n\rnum_in_flight\x18\x0b \x01(\r\x12\x11\n\tnum_ready\x18\x0c \x01(\r\x12\x15\n\rfencing_token\x18\r \x01(\x04\x12\x13\n\x0bpayload_dir\x18\x0e \x01(\t\"@\n\x19GetCheckpointStateRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rfencing_token\x18\x02 \x01(\x04\"0\n\x1aGetCheckpointStateResponse\x12\x12\n\nstate_json\x18\x01 \x01(\t\"l\n\x08\x41\x63tivity\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.headrace.v1.Role\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05\x64oing\x18\x04 \x01(\t\x12\x0f\n\x07since_s\x18\x05 \x01(\x01\"\x0e\n\x0cWatchRequest\"\xcb\x01\n\rWatchResponse\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0cmetrics_json\x18\x02 \x01(\tH\x00\x12\x12\n\x08log_line\x18\x03 \x01(\tH\x00\x12\x30\n\x06status\x18\x04 \x01(\x0b\x32\x1e.headrace.v1.GetStatusResponseH\x00\x12)\n\x08\x61\x63tivity\x18\x05 \x01(\x0b\x32\x15.headrace.v1.ActivityH\x00\x42\x07\n\x05\x65vent\"\x1d\n\x0bStopRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0e\n\x0cStopResponse\"`\n\x0cTimelineSpan\x12\r\n\x05track\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07start_s\x18\x03 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x04 \x01(\x01\x12\x13\n\x0b\x64\x65tail_json\x18\x05 \x01(\t\"\xd3\x01\n\rReportRequest\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12(\n\x05spans\x18\x02 \x03(\x0b\x32\x19.headrace.v1.TimelineSpan\x12\x38\n\x07metrics\x18\x03 \x03(\x0b\x32\'.headrace.v1.ReportRequest.MetricsEntry\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x10\n\x0eReportResponse*v\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ROLLOUT\x10\x01\x12\x0f\n\x0bROLE_REWARD\x10\x02\x12\x10\n\x0cROLE_LEARNER\x10\x03\x12\x15\n\x11ROLE_TOKEN_SCORER\x10\x04\x12\x0c\n\x08ROLE_HUB\x10\x05*}\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x11\n\rPHASE_LOADING\x10\x02\x12\x0f\n\x0bPHASE_READY\x10\x03\x12\x12\n\x0ePHASE_DRAINING\x10\x04\x12\x11\n\rPHASE_STOPPED\x10\x05\x32\x88\x05\n\x0e\x43ontrolService\x12;\n\x04Join\x12\x18.headrace.v1.JoinRequest\x1a\x19.headrace.v1.JoinResponse\x12J\n\tHeartbeat\x12\x1d.headrace.v1.HeartbeatRequest\x1a\x1e.headrace.v1.HeartbeatResponse\x12>\n\x05Leave\x12\x19.headrace.v1.LeaveRequest\x1a\x1a.headrace.v1.LeaveResponse\x12\x38\n\x03Why\x12\x17.headrace.v1.WhyRequest\x1a\x18.headrace.v1.WhyResponse\x12J\n\tGetStatus\x12\x1d.headrace.v1.GetStatusRequest\x1a\x1e.headrace.v1.GetStatusResponse\x12@\n\x05Watch\x12\x19.headrace.v1.WatchRequest\x1a\x1a.headrace.v1.WatchResponse0\x01\x12\x65\n\x12GetCheckpointState\x12&.headrace.v1.GetCheckpointStateRequest\x1a\'.headrace.v1.GetCheckpointStateResponse\x12;\n\x04Stop\x12\x18.headrace.v1.StopRequest\x1a\x19.headrace.v1.StopResponse\x12\x41\n\x06Report\x12\x1a.headrace.v1.ReportRequest\x1a\x1b.headrace.v1.ReportResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REPORTREQUEST_METRICSENTRY']._loaded_options = None
   _globals['_REPORTREQUEST_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=2144
-  _globals['_ROLE']._serialized_end=2262
-  _globals['_PHASE']._serialized_start=2264
-  _globals['_PHASE']._serialized_end=2389
+  _globals['_ROLE']._serialized_start=2188
+  _globals['_ROLE']._serialized_end=2306
+  _globals['_PHASE']._serialized_start=2308
+  _globals['_PHASE']._serialized_end=2433
   _globals['_JOINREQUEST']._serialized_start=105
   _globals['_JOINREQUEST']._serialized_end=228
   _globals['_JOINRESPONSE']._serialized_start=231
@@ -62,29 +62,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=1039
   _globals['_GETSTATUSREQUEST']._serialized_end=1057
   _globals['_GETSTATUSRESPONSE']._serialized_start=1060
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1317
-  _globals['_GETCHECKPOINTSTATEREQUEST']._serialized_start=1319
-  _globals['_GETCHECKPOINTSTATEREQUEST']._serialized_end=1383
-  _globals['_GETCHECKPOINTSTATERESPONSE']._serialized_start=1385
-  _globals['_GETCHECKPOINTSTATERESPONSE']._serialized_end=1433
-  _globals['_ACTIVITY']._serialized_start=1435
-  _globals['_ACTIVITY']._serialized_end=1543
-  _globals['_WATCHREQUEST']._serialized_start=1545
-  _globals['_WATCHREQUEST']._serialized_end=1559
-  _globals['_WATCHRESPONSE']._serialized_start=1562
-  _globals['_WATCHRESPONSE']._serialized_end=1765
-  _globals['_STOPREQUEST']._serialized_start=1767
-  _globals['_STOPREQUEST']._serialized_end=1796
-  _globals['_STOPRESPONSE']._serialized_start=1798
-  _globals['_STOPRESPONSE']._serialized_end=1812
-  _globals['_TIMELINESPAN']._serialized_start=1814
-  _globals['_TIMELINESPAN']._serialized_end=1910
-  _globals['_REPORTREQUEST']._serialized_start=1913
-  _globals['_REPORTREQUEST']._serialized_end=2124
-  _globals['_REPORTREQUEST_METRICSENTRY']._serialized_start=2078
-  _globals['_REPORTREQUEST_METRICSENTRY']._serialized_end=2124
-  _globals['_REPORTRESPONSE']._serialized_start=2126
-  _globals['_REPORTRESPONSE']._serialized_end=2142
-  _globals['_CONTROLSERVICE']._serialized_start=2392
-  _globals['_CONTROLSERVICE']._serialized_end=3040
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1361
+  _globals['_GETCHECKPOINTSTATEREQUEST']._serialized_start=1363
+  _globals['_GETCHECKPOINTSTATEREQUEST']._serialized_end=1427
+  _globals['_GETCHECKPOINTSTATERESPONSE']._serialized_start=1429
+  _globals['_GETCHECKPOINTSTATERESPONSE']._serialized_end=1477
+  _globals['_ACTIVITY']._serialized_start=1479
+  _globals['_ACTIVITY']._serialized_end=1587
+  _globals['_WATCHREQUEST']._serialized_start=1589
+  _globals['_WATCHREQUEST']._serialized_end=1603
+  _globals['_WATCHRESPONSE']._serialized_start=1606
+  _globals['_WATCHRESPONSE']._serialized_end=1809
+  _globals['_STOPREQUEST']._serialized_start=1811
+  _globals['_STOPREQUEST']._serialized_end=1840
+  _globals['_STOPRESPONSE']._serialized_start=1842
+  _globals['_STOPRESPONSE']._serialized_end=1856
+  _globals['_TIMELINESPAN']._serialized_start=1858
+  _globals['_TIMELINESPAN']._serialized_end=1954
+  _globals['_REPORTREQUEST']._serialized_start=1957
+  _globals['_REPORTREQUEST']._serialized_end=2168
+  _globals['_REPORTREQUEST_METRICSENTRY']._serialized_start=2122
+  _globals['_REPORTREQUEST_METRICSENTRY']._serialized_end=2168
+  _globals['_REPORTRESPONSE']._serialized_start=2170
+  _globals['_REPORTRESPONSE']._serialized_end=2186
+  _globals['_CONTROLSERVICE']._serialized_start=2436
+  _globals['_CONTROLSERVICE']._serialized_end=3084
 # @@protoc_insertion_point(module_scope)

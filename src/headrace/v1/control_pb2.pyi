@@ -380,6 +380,8 @@ class GetStatusResponse(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     NUM_READY_FIELD_NUMBER: _builtins.int
+    FENCING_TOKEN_FIELD_NUMBER: _builtins.int
+    PAYLOAD_DIR_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     step: _builtins.int
     num_steps: _builtins.int
@@ -395,6 +397,9 @@ class GetStatusResponse(_message.Message):
     num_in_flight: _builtins.int
     """Groups that are being sampled or scored, and groups that wait to be trained on."""
     num_ready: _builtins.int
+    fencing_token: _builtins.int
+    """For those who publish weights without being a member: the token, and the folder for payloads."""
+    payload_dir: _builtins.str
     @_builtins.property
     def version(self) -> _trajectory_pb2.PolicyVersion: ...
     def __init__(
@@ -412,10 +417,12 @@ class GetStatusResponse(_message.Message):
         backend: _builtins.str = ...,
         num_in_flight: _builtins.int = ...,
         num_ready: _builtins.int = ...,
+        fencing_token: _builtins.int = ...,
+        payload_dir: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "ended", b"ended", "error", b"error", "error_kind", b"error_kind", "model", b"model", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_steps", b"num_steps", "run_folder", b"run_folder", "run_id", b"run_id", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "ended", b"ended", "error", b"error", "error_kind", b"error_kind", "fencing_token", b"fencing_token", "model", b"model", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_steps", b"num_steps", "payload_dir", b"payload_dir", "run_folder", b"run_folder", "run_id", b"run_id", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

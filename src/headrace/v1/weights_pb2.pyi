@@ -272,11 +272,17 @@ class PublishHeader(_message.Message):
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
     LOCAL_PATH_FIELD_NUMBER: _builtins.int
+    NUM_CHANGED_FIELD_NUMBER: _builtins.int
+    ENCODE_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     num_ranks: _builtins.int
     fencing_token: _builtins.int
     local_path: _builtins.str
     """Set where the payload already lies in a file on this host; no chunks follow then."""
+    num_changed: _builtins.int
+    """Elements of a delta's part that differ from the base."""
+    encode_s: _builtins.float
+    """How long it took to find and encode them."""
     @_builtins.property
     def manifest(self) -> Global___WeightManifest: ...
     def __init__(
@@ -287,10 +293,12 @@ class PublishHeader(_message.Message):
         fencing_token: _builtins.int = ...,
         manifest: Global___WeightManifest | None = ...,
         local_path: _builtins.str = ...,
+        num_changed: _builtins.int = ...,
+        encode_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "local_path", b"local_path", "manifest", b"manifest", "num_ranks", b"num_ranks", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encode_s", b"encode_s", "fencing_token", b"fencing_token", "local_path", b"local_path", "manifest", b"manifest", "num_changed", b"num_changed", "num_ranks", b"num_ranks", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -324,18 +332,22 @@ class PublishResponse(_message.Message):
 
     SEALED_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
     sealed: _builtins.bool
     """All ranks' parts are there."""
     digest: _builtins.int
+    deltas: _builtins.bool
+    """Every receiver takes deltas, and there is one; else the next version has to be a keyframe."""
     def __init__(
         self,
         *,
         sealed: _builtins.bool = ...,
         digest: _builtins.int = ...,
+        deltas: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "digest", b"digest", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -349,10 +361,13 @@ class SubscribeRequest(_message.Message):
     RECEIVER_ID_FIELD_NUMBER: _builtins.int
     HAVE_FIELD_NUMBER: _builtins.int
     SAME_HOST_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     receiver_id: _builtins.str
     same_host: _builtins.bool
     """The receiver shares this host's file system and takes local paths."""
+    deltas: _builtins.bool
+    """The receiver takes deltas; else it is sent keyframes alone."""
     @_builtins.property
     def have(self) -> _trajectory_pb2.PolicyVersion:
         """Absent for a receiver that has nothing of this run."""
@@ -364,10 +379,11 @@ class SubscribeRequest(_message.Message):
         receiver_id: _builtins.str = ...,
         have: _trajectory_pb2.PolicyVersion | None = ...,
         same_host: _builtins.bool = ...,
+        deltas: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["have", b"have"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["have", b"have", "receiver_id", b"receiver_id", "run_id", b"run_id", "same_host", b"same_host"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "have", b"have", "receiver_id", b"receiver_id", "run_id", b"run_id", "same_host", b"same_host"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -400,21 +416,27 @@ class FetchRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     BUCKET_INDICES_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     @_builtins.property
     def version(self) -> _trajectory_pb2.PolicyVersion: ...
     @_builtins.property
     def bucket_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def base(self) -> _trajectory_pb2.PolicyVersion:
+        """The base of the delta that is meant; absent for the keyframe."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         version: _trajectory_pb2.PolicyVersion | None = ...,
         bucket_indices: _abc.Iterable[_builtins.int] | None = ...,
+        base: _trajectory_pb2.PolicyVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_indices", b"bucket_indices", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "bucket_indices", b"bucket_indices", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
