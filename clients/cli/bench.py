@@ -39,7 +39,7 @@ BENCHMARKS = {
         function="headrace.clients.cli.benchmarks.weights:run",
     ),
     "learner": Benchmark(
-        summary="how full and even the planner packs 8,000 records on 8 ranks",
+        summary="how full and even a batch is planned; memory and time of log-probabilities without the logits",
         function="headrace.actors.learner.benchmarks:run",
     ),
 }

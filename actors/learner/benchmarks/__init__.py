@@ -1,23 +1,21 @@
-"""`headrace bench learner`: the batch planner, one file each; figures are described at the head of their file."""
+"""`headrace bench learner`: the batch planner and the log-probabilities; each file says what its figures are."""
 
-from collections.abc import Callable
-from typing import cast
+from importlib.util import find_spec
 
-from headrace.engine.plugins import load_object
-
-# By name, so that what needs torch is imported only when it runs, and says so where torch is missing.
-_PARTS = ("headrace.actors.learner.benchmarks.plan:figures",)
+from headrace.actors.learner.benchmarks import logprobs, plan
+from headrace.engine.errors import UsageError
+from headrace.engine.plugins import missing_module
 
 
 def run() -> dict[str, float]:
-    """The figures of all parts, measured one after another. Blocks for as long as they take.
+    """The figures of all parts, measured one after another. Blocks for as long as they take, some minutes on a CPU.
 
     Raises:
-        UsageError: A module that a part needs is not installed.
+        UsageError: torch is not installed.
+        RunError: A measurement in a process of its own failed.
     """
-    measured: dict[str, float] = {}
-    for part in [cast(Callable[[], dict[str, float]], load_object(name)) for name in _PARTS]:
-        found = part()
-        assert not found.keys() & measured.keys(), "two parts use one name for a figure"
-        measured |= found
-    return measured
+    if find_spec("torch") is None:  # before anything is measured, not in a child process after it
+        raise UsageError(f"the benchmark learner {missing_module(ModuleNotFoundError(name='torch'))}")
+    planned, scored = plan.figures(), logprobs.figures()
+    assert not planned.keys() & scored.keys(), "two parts use one name for a figure"
+    return planned | scored
