@@ -17,8 +17,8 @@ from headrace.engine.weights.ulp import RawArray, encode_steps
 
 Bytes = npt.NDArray[np.uint8]
 
-# 64-bit words that are compared at once: what comes between the steps stays in the cache, and needs no fresh pages.
-_WORDS_A_PASS = 1 << 16
+# Where more than one word in this many differs, single elements are compared at once.
+_PLAIN_ABOVE_ONE_IN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,29 +86,39 @@ def changed_elements(base: RawArray, new: RawArray) -> tuple[Positions, RawArray
 
     Costs little more than a read of both states where few elements changed.
     """
+    # A word of 64 bits holds 1 << shift elements. Words are compared first: a quarter of the flags to search.
     shift = 2 if base.dtype.itemsize == 2 else 1
-    num_words = len(base) >> shift
-    whole = num_words << shift
+    whole = len(base) >> shift << shift
     base_words, new_words = base[:whole].view(np.uint64), new[:whole].view(np.uint64)
-    hits = [
-        np.flatnonzero(base_words[begin : begin + _WORDS_A_PASS] != new_words[begin : begin + _WORDS_A_PASS]) + begin
-        for begin in range(0, num_words, _WORDS_A_PASS)
-    ]
-    words = np.concatenate(hits) if hits else np.empty(0, np.int64)
+    differs = base_words != new_words
+    if np.count_nonzero(differs) * _PLAIN_ABOVE_ONE_IN > len(differs):
+        positions = np.flatnonzero(base != new)
+        return positions, base[positions], new[positions]
+    words = _few_set(differs)
     old_lanes, new_lanes = base_words[words].view(base.dtype), new_words[words].view(base.dtype)
     moved = np.flatnonzero(old_lanes != new_lanes)
     positions = words[moved >> shift]
     positions <<= shift
     positions += moved & ((1 << shift) - 1)
-    old, changed = old_lanes[moved], new_lanes[moved]
     rest = np.flatnonzero(base[whole:] != new[whole:]) + whole
-    if not len(rest):
-        return positions, old, changed
     return (
         np.concatenate([positions, rest]),
-        np.concatenate([old, base[rest]]),
-        np.concatenate([changed, new[rest]]),
+        np.concatenate([old_lanes[moved], base[rest]]),
+        np.concatenate([new_lanes[moved], new[rest]]),
     )
+
+
+def _few_set(flags: npt.NDArray[np.bool_]) -> Positions:
+    """`flatnonzero` of flags of which few are set: eight at a time first."""
+    whole = len(flags) >> 3 << 3
+    eights = flags[:whole].view(np.uint64)
+    some = np.flatnonzero(eights != 0)
+    hits = np.flatnonzero(eights[some].view(np.bool_))
+    found = some[hits >> 3]
+    found <<= 3
+    found += hits & 7
+    rest = np.flatnonzero(flags[whole:])
+    return np.concatenate([found, rest + whole]) if len(rest) else found
 
 
 def change_checksum(old: RawArray, new: RawArray) -> int:
@@ -127,7 +137,12 @@ def check_bucket(array: RawArray, name: str) -> None:
     Raises:
         InputError: The dtype is not uint16 or uint32, there is more than one dimension, or the bucket is too large.
     """
-    if array.dtype not in (np.uint16, np.uint32) or array.ndim != 1 or not 0 < len(array) <= BUCKET_ELEMENTS:
+    if (
+        array.dtype.kind != "u"
+        or array.dtype.itemsize not in (2, 4)
+        or array.ndim != 1
+        or not 0 < len(array) <= BUCKET_ELEMENTS
+    ):
         raise InputError(
             f"{name} is {array.dtype} {array.shape}; a bucket is flat, has 1 to {BUCKET_ELEMENTS} elements and is "
             "given as bits, uint16 or uint32"

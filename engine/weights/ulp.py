@@ -14,7 +14,7 @@ import numpy.typing as npt
 from headrace.engine.errors import CorruptUpdateError
 
 # The bits of elements: uint16 for bfloat16 and float16, uint32 for float32.
-RawArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+RawArray = npt.NDArray[np.uint16 | np.uint32]
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -5,10 +5,12 @@ compared takes turns within a round. Encoding is all that a sender does with a b
 checksums, digest. Decoding is checksums, decompression, decoding and writing the elements; the digest stands beside it.
 """
 
+import importlib
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -109,7 +111,7 @@ def measure(states: States, rounds: int, baseline: tuple[Pack, Unpack] | None) -
 def xor_zstd() -> tuple[Pack, Unpack] | None:
     """XOR with the base, bytes shuffled, Zstandard at level 1 on one thread, by a compiled library."""
     try:
-        from numcodecs import blosc
+        blosc: Any = importlib.import_module("numcodecs.blosc")
     except ImportError:
         print("weights: numcodecs is not installed, so the comparison with XOR and zstd is left out", file=sys.stderr)
         return None

@@ -64,10 +64,7 @@ class Model:
         """The published states around an update that changes about this share of the elements."""
         rate = self._learning_rate(share)
         base = [published(masters) for masters in self._masters]
-        new = [
-            published(masters + np.float32(rate) * step)
-            for masters, step in zip(self._masters, self._direction, strict=True)
-        ]
+        new = [_updated(masters, step, rate) for masters, step in zip(self._masters, self._direction, strict=True)]
         steps = [order(after) - order(before) for before, after in zip(base, new, strict=True)]
         changed = sum(int(np.count_nonzero(step)) for step in steps)
         one_ulp = sum(int(np.count_nonzero((step == 1) | (step == -1))) for step in steps)
@@ -79,7 +76,7 @@ class Model:
         low, high = 1e-11, 1e-2
         for _ in range(16):
             rate = (low * high) ** 0.5
-            changed = np.count_nonzero(published(masters + np.float32(rate) * direction) != before)
+            changed = np.count_nonzero(_updated(masters, direction, rate) != before)
             low, high = (rate, high) if changed < share * len(before) else (low, rate)
         return high
 
@@ -88,3 +85,9 @@ def published(masters: Float) -> Half:
     """float32 rounded to the nearest bfloat16, ties to even, as bits."""
     bits = masters.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
+
+
+def _updated(masters: Float, direction: Float, learning_rate: float) -> Half:
+    after = np.multiply(direction, np.float32(learning_rate), dtype=np.float32)
+    after += masters
+    return published(after)
