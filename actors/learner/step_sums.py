@@ -108,7 +108,7 @@ class StepSums:
 
 
 def _means(sums: dict[str, float], loss_tokens: float, num_loss_tokens: int) -> dict[str, float]:
-    divisors = dict.fromkeys(_PAIR_MEANS, sums.get("pairs", 0.0))
+    divisors: dict[str, float] = dict.fromkeys(_PAIR_MEANS, sums.get("pairs", 0.0))
     divisors["pg_loss"] = num_loss_tokens - sums.get("rejected", 0.0)
     means = {name: value / max(1.0, divisors.get(name, loss_tokens)) for name, value in sums.items()}
     squares = sums.get("importance_weight_sq", 0.0)
