@@ -26,7 +26,7 @@ class States:
     """A published state before and after an update, in buckets.
 
     Attributes:
-        base: Bits of bfloat16, each bucket of shape [BUCKET_ELEMENTS].
+        base: Bits of bfloat16, each bucket of shape [bucket_elements].
         new: The same after the update.
         learning_rate: That gives this update.
         changed: Elements whose bits differ.
@@ -48,9 +48,9 @@ class States:
 class Model:
     """Masters of a number of buckets, and the direction of an update."""
 
-    def __init__(self, num_buckets: int) -> None:
+    def __init__(self, num_buckets: int, bucket_elements: int = BUCKET_ELEMENTS) -> None:
         rng = np.random.default_rng(0)
-        shape = (num_buckets, BUCKET_ELEMENTS)
+        shape = (num_buckets, bucket_elements)
         self._masters: Float = rng.standard_normal(shape, np.float32)
         self._masters *= np.float32(SIGMA)
         self._direction: Float = rng.standard_normal(shape, np.float32)
