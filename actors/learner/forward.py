@@ -2,8 +2,9 @@
 # transformers and torch are only partly typed.
 """Packed micro-batches through a causal language model, sequences kept apart.
 
-The model runs whole (so that sharding hooks and final scalings stay in force), on the rows of `layout.py`; between its
-body and its head a hook keeps only the positions that score a token, so prompts are never projected to the vocabulary.
+The model runs whole (so that sharding hooks stay in force), on the rows of `layout.py`; between its body and its head a
+hook keeps only the positions that score a token, so prompts are never projected to the vocabulary, and `scored_head.py`
+makes the head give their scores, so that no logits of all tokens exist.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from headrace.actors.learner.layout import LayoutMode, RowLayout, lay_out
-from headrace.actors.learner.token_logprobs import token_logprobs
+from headrace.actors.learner.scored_head import ScoredHead
 from headrace.engine.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -41,7 +42,11 @@ class ForwardResult:
 class PackedForward:
     """Runs micro-batches through one model. The model stays in the mode it is in; nothing is drawn at random in eval.
 
-    Build it before the model is sharded; it adds one hook, which `close` removes.
+    Build it before the model is sharded; it adds two hooks, which `close` removes.
+
+    Attributes:
+        mode: How sequences are laid out.
+        head: How scores leave the model.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
@@ -49,20 +54,20 @@ class PackedForward:
         self._device = device
         self._hidden_size: int = model.config.get_text_config().hidden_size
         self._source: Tensor | None = None
+        self.head = ScoredHead(model)
         self._hook = model.base_model.register_forward_hook(self._keep_scored)
         self.mode: LayoutMode = "auto" if _honours_masks(model) else "plain"
 
     def __call__(self, micro_batch: MicroBatch) -> ForwardResult:
         """Score each loss token. One forward pass, whatever the micro-batch holds."""
         layout = lay_out(micro_batch, hidden_size=self._hidden_size, mode=self.mode)
-        logits = self._logits(layout)
         target = torch.from_numpy(layout.target).to(self._device)
         ids = torch.zeros(len(layout.source), dtype=torch.int64)
         ids[: len(layout.target)] = torch.from_numpy(micro_batch.token_ids[layout.target].astype(np.int64))
         temperature = torch.ones(len(layout.source), dtype=torch.float32)
         sequences = micro_batch.sequence_ids[layout.target]
         temperature[: len(layout.target)] = torch.from_numpy(micro_batch.temperature[sequences])
-        scores = token_logprobs(logits, ids.to(self._device), temperature.to(self._device))
+        scores = self.head.score(lambda: self._run(layout), ids.to(self._device), temperature.to(self._device))
         spread = [
             torch.zeros(len(micro_batch.token_ids), device=self._device).index_copy(0, target, values[: len(target)])
             for values in scores
@@ -70,16 +75,17 @@ class PackedForward:
         return ForwardResult(logprobs=spread[0], entropy=spread[1], num_computed=layout.token_ids.size)
 
     def close(self) -> None:
-        """Remove the hook. May be called twice."""
+        """Remove the hooks. May be called twice."""
         self._hook.remove()
+        self.head.close()
 
-    def _logits(self, layout: RowLayout) -> Tensor:
+    def _run(self, layout: RowLayout) -> Any:
         attention = None
         if layout.attention is not None:
             attention = torch.from_numpy(layout.attention[:, None]).to(self._device)
         self._source = torch.from_numpy(layout.source).to(self._device)
         try:
-            output = self._model(
+            return self._model(
                 input_ids=torch.from_numpy(layout.token_ids).to(self._device),
                 position_ids=torch.from_numpy(layout.position_ids).to(self._device),
                 attention_mask=attention,
@@ -87,8 +93,6 @@ class PackedForward:
             )
         finally:
             self._source = None
-        logits: Tensor = output.logits[0]
-        return logits
 
     def _keep_scored(self, module: torch.nn.Module, args: object, output: Any) -> Any:
         if self._source is not None:

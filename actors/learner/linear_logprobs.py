@@ -283,7 +283,7 @@ def _operand(tensor: Tensor) -> Tensor:
     CPUs round such products to bfloat16, and so does torch before 2.8, which cannot be asked for another result.
     float16 is widened everywhere: small gradients would vanish in it.
     """
-    if tensor.dtype == torch.bfloat16 and tensor.device.type == "cuda" and torch.__version__ >= (2, 8):
+    if tensor.dtype == torch.bfloat16 and tensor.device.type == "cuda" and torch.__version__ >= "2.8":
         return tensor
     return tensor.to(_working_dtype(tensor))
 

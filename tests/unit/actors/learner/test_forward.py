@@ -8,6 +8,7 @@ import torch
 from headrace.actors.learner.forward import PackedForward
 from headrace.actors.learner.layout import LayoutMode
 from headrace.actors.learner.packing import build_micro_batch
+from headrace.actors.learner.scored_head import LogitEnding
 from headrace.actors.models import load_causal_lm
 from headrace.actors.tiny import TinyKind, build_tiny_model
 from headrace.engine.types import MicroBatch, Trajectory
@@ -60,6 +61,7 @@ def test_packed_scores_and_gradients_equal_those_of_separate_passes(
     model.zero_grad()
     forward = PackedForward(model, CPU)
     forward.mode = mode
+    assert forward.head.ending == LogitEnding()
     result = forward(packed)
     (result.logprobs.sum() + result.entropy.sum()).backward()
     forward.close()
@@ -104,3 +106,20 @@ def test_all_masked_runs_the_model_and_gives_a_connected_zero(model: torch.nn.Mo
     forward.close()
     assert result.logprobs.tolist() == [0.0]
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_full_vocab_logprob_no_tensor_of_tokens_by_words_is_kept(model: torch.nn.Module, packed: MicroBatch) -> None:
+    forward = PackedForward(model, CPU)
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    shapes: list[torch.Size] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            shapes.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = forward(packed)
+    forward.close()
+    assert result.logprobs.requires_grad and shapes
+    assert not [shape for shape in shapes if shape[-1:] == (320,)]
