@@ -197,6 +197,8 @@ class ControlHub(control_pb2_grpc.ControlServiceServicer):
             backend=status.backend,
             num_in_flight=status.groups_in_flight or 0,
             num_ready=status.groups_ready or 0,
+            fencing_token=state.fencing_token,
+            payload_dir=state.payload_dir,
         )
 
     def _event(self, event: RunEvent) -> pb.WatchResponse:

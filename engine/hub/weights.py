@@ -10,16 +10,17 @@ Invariants:
 - What is refused leaves no trace: a file that came with it is forgotten, and removed if it was written here.
 - Payload files are removed that no retained update needs and no receiver was offered that has not answered yet; a
   receiver that has one mapped keeps its bytes.
+- A receiver that takes no deltas is sent keyframes alone, and publishers hear that they have to send them.
 - A receiver has one stream; a second one of the same name takes over, and what becomes of the first changes nothing.
 - Weights that did not change although they were trained are told of: without a word of it, rollouts would come from one
   policy for the whole run and look like growing staleness.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,12 +29,14 @@ import grpc.aio
 from headrace.engine.errors import CorruptUpdateError, FencedError, HeadraceError, UsageError, WeightUpdateError
 from headrace.engine.hub.state import HubState
 from headrace.engine.hub.waits import Wait
+from headrace.engine.hub.weight_files import Form, PartFile, UpdateFiles, form_of
 from headrace.engine.transport.channel import FRAME_BYTES
 from headrace.engine.transport.convert import version_from_proto
 from headrace.engine.transport.weights import write_at
 from headrace.engine.transport.weights_convert import ack_from_proto, manifest_from_proto, update_to_proto
-from headrace.engine.types import AckStatus, PolicyVersion, WeightManifest, WeightUpdate
+from headrace.engine.types import AckStatus, PolicyVersion, UpdateKind, WeightManifest, WeightUpdate
 from headrace.engine.weights.chain import VersionChain
+from headrace.engine.weights.layout import num_elements
 from headrace.engine.weights.placement import open_reserved
 from headrace.engine.weights.receivers import ReceiverTable
 from headrace.v1 import weights_pb2 as pb
@@ -48,12 +51,20 @@ _RETAINED = 2  # full updates; a slow receiver skips to the newest
 _MAX_FAILURES = 3  # in a row; then the receiver's process is better started anew
 
 
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """A receiver's subscription."""
+
+    deltas: bool
+
+
 class WeightHub(weights_pb2_grpc.WeightServiceServicer):
     """Serves the version chain of a run."""
 
     def __init__(self, state: HubState, folder: Path) -> None:
         self._state = state
-        self._folder = folder
+        self._files = UpdateFiles(folder)
+        self._sealing = asyncio.Lock()
         self._chain = VersionChain(
             state.run_id,
             state.config.learner.num_ranks,
@@ -61,9 +72,8 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
             root=None if state.resume_from else state.version,
         )
         self._receivers = ReceiverTable()
-        self._paths: dict[PolicyVersion, Path] = {}
-        self._offered: dict[str, PolicyVersion] = {}
-        self._streams: dict[str, object] = {}  # which stream of a receiver counts
+        self._offered: dict[str, Form] = {}
+        self._streams: dict[str, _Stream] = {}  # the one of each receiver that counts
         # Version, digest and number of updates when the last version was sealed.
         self._last: tuple[PolicyVersion | None, int, int] = (None, 0, 0)
         self._num_frozen = 0
@@ -88,29 +98,52 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
                 f"token {header.fencing_token} has been taken over by {self._state.fencing_token}; stop this learner"
             )
         manifest = manifest_from_proto(header.manifest)
+        if self._chain.is_sealed(manifest):  # offered again; its file is not touched any more
+            known = self._chain.offer_part(header.rank, manifest, header.fencing_token)
+            assert known is not None
+            return pb.PublishResponse(sealed=True, digest=known.digest, deltas=self._all_take_deltas())
         path = Path(header.local_path)
         if not header.local_path:
-            path = self._folder / f"v{manifest.version.incarnation}-{manifest.version.version}.bin"
+            path = self._files.place(form_of(manifest), header.rank)
             await self._receive(path, manifest, requests)
-        is_first = manifest.version not in self._paths
-        known = self._paths.setdefault(manifest.version, path)
-        if known != path:
-            raise CorruptUpdateError(f"the ranks put version {manifest.version} into two files, {known} and {path}")
-        try:
-            sealed = self._chain.offer_part(header.rank, manifest, header.fencing_token)
-        except HeadraceError:
-            if is_first:
-                del self._paths[manifest.version]
-                if not header.local_path:
-                    path.unlink(missing_ok=True)
-            raise
+        part = PartFile(
+            path=path,
+            num_bytes=manifest.payload_bytes,
+            num_changed=header.num_changed,
+            encode_s=header.encode_s,
+        )
+        async with self._sealing:
+            sealed = await self._offer(header.rank, manifest, header.fencing_token, part)
         if sealed is None:
-            return pb.PublishResponse(sealed=False, digest=manifest.digest)
+            return pb.PublishResponse(sealed=False, digest=manifest.digest, deltas=self._all_take_deltas())
         self._remove_unneeded()
         self._tell_if_frozen(sealed)
-        self._state.reporting.parts.add("weights/wire_bytes", sealed.payload_bytes)
+        self._report(sealed)
         self._state.changed()
-        return pb.PublishResponse(sealed=True, digest=sealed.digest)
+        return pb.PublishResponse(sealed=True, digest=sealed.digest, deltas=self._all_take_deltas())
+
+    async def _offer(self, rank: int, manifest: WeightManifest, token: int, part: PartFile) -> WeightManifest | None:
+        """Give a part to the chain. The payload is one file before the chain can seal it, so none is ever without."""
+        if self._chain.is_sealed(manifest):
+            return self._chain.offer_part(rank, manifest, token)
+        form = form_of(manifest)
+        self._files.add(form, rank, part)
+        try:
+            if self._chain.would_seal(rank, manifest, token):
+                await asyncio.to_thread(self._files.join, form)
+            return self._chain.offer_part(rank, manifest, token)
+        except HeadraceError:
+            self._files.refuse(form, rank)
+            raise
+
+    def _report(self, sealed: WeightManifest) -> None:
+        parts = self._files.parts(form_of(sealed))
+        add = self._state.reporting.parts.add
+        add("weights/wire_bytes", sealed.payload_bytes)
+        if sealed.kind is UpdateKind.DELTA:
+            changed = sum(part.num_changed for part in parts)
+            add("weights/density", changed / max(1, sum(map(num_elements, sealed.tensors))))
+            add("weights/encode_s", max(part.encode_s for part in parts))
 
     async def _receive(self, path: Path, manifest: WeightManifest, requests: AsyncIterator[pb.PublishRequest]) -> None:
         """Write streamed pieces to their places; several ranks may do so at the same time."""
@@ -151,11 +184,14 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
             )
 
     def _remove_unneeded(self) -> None:
-        retained = {manifest.version for manifest in self._chain.retained()}.union(self._offered.values())
         newest = self._chain.newest
-        for version in [v for v in self._paths if v not in retained and newest is not None and v < newest]:
-            with contextlib.suppress(FileNotFoundError):
-                self._paths.pop(version).unlink()
+        if newest is not None:
+            needed = {form_of(manifest) for manifest in self._chain.retained()}.union(self._offered.values())
+            self._files.remove_before(newest, needed)
+
+    def _all_take_deltas(self) -> bool:
+        """Without a receiver nobody is known to take them, and one that comes later may not."""
+        return bool(self._streams) and all(stream.deltas for stream in self._streams.values())
 
     # Receiving
 
@@ -167,24 +203,23 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
         receiver = request.receiver_id
         self._receivers.register(receiver, version_from_proto(request.have) if request.HasField("have") else None)
         self._offered.pop(receiver, None)
-        mine = self._streams[receiver] = object()
+        mine = self._streams[receiver] = _Stream(request.deltas)
         self._state.changed()
         try:
             while True:
                 await self._until_there_is_more(receiver, mine)
-                update = self._next_for(receiver)
-                self._offered[receiver] = update.manifest.version
-                path = update.local_path if request.same_host else ""
-                yield pb.SubscribeResponse(
-                    update=update_to_proto(WeightUpdate(manifest=update.manifest, local_path=path))
-                )
+                manifest = self._next_for(receiver)
+                assert manifest is not None
+                self._offered[receiver] = form_of(manifest)
+                path = str(self._files.path(form_of(manifest))) if request.same_host else ""
+                yield pb.SubscribeResponse(update=update_to_proto(WeightUpdate(manifest=manifest, local_path=path)))
         finally:
             if self._streams.get(receiver) is mine:
                 del self._streams[receiver]
                 self._offered.pop(receiver, None)
                 self._receivers.remove(receiver)
 
-    async def _until_there_is_more(self, receiver: str, stream: object) -> None:
+    async def _until_there_is_more(self, receiver: str, stream: _Stream) -> None:
         def is_more() -> bool:
             self._state.refuse_if_ended()
             if self._streams.get(receiver) is not stream:
@@ -195,22 +230,25 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
                 )
             if receiver in self._offered:  # until it has answered
                 return False
-            return bool(self._chain.what_next(self._receivers.base_for_update(receiver)))
+            return self._next_for(receiver) is not None
 
         await self._state.changes.wait_until(
             is_more, Wait(role="weights", member=receiver, waits_for="a newer version", on_whom="the learner")
         )
 
-    def _next_for(self, receiver: str) -> WeightUpdate:
-        manifest = self._chain.what_next(self._receivers.base_for_update(receiver))[0]
-        return WeightUpdate(manifest=manifest, local_path=str(self._paths[manifest.version]))
+    def _next_for(self, receiver: str) -> WeightManifest | None:
+        have = self._receivers.base_for_update(receiver)
+        if not self._streams[receiver].deltas:
+            return self._chain.keyframe_after(have)
+        return next(iter(self._chain.what_next(have)), None)
 
     async def Fetch(self, request: pb.FetchRequest, context: "Context") -> AsyncIterator[pb.FetchResponse]:
         version = version_from_proto(request.version)
-        manifest = next((m for m in self._chain.retained() if m.version == version), None)
+        form = version, version_from_proto(request.base) if request.HasField("base") else None
+        manifest = next((held for held in self._chain.retained() if form_of(held) == form), None)
         if manifest is None:
             raise WeightUpdateError(f"version {version} is not held any more; ask for the newest")
-        with self._paths[version].open("rb") as file:
+        with self._files.path(form).open("rb") as file:
             for index in request.bucket_indices or range(len(manifest.buckets)):
                 if index >= len(manifest.buckets):
                     raise UsageError(f"bucket {index} was asked for; version {version} has {len(manifest.buckets)}")

@@ -132,7 +132,11 @@ class WeightSubscriber:
         path = self._folder / f"fetched-{manifest.version.incarnation}-{manifest.version.version}.bin"
         for old in self._folder.glob("fetched-*.bin"):
             old.unlink()
-        request = pb.FetchRequest(run_id=self._run_id, version=version_to_proto(manifest.version))
+        request = pb.FetchRequest(
+            run_id=self._run_id,
+            version=version_to_proto(manifest.version),
+            base=None if manifest.base is None else version_to_proto(manifest.base),
+        )
         call = self._stub.Fetch(request, timeout=PUBLISH_TIMEOUT_S)
         descriptor = open_reserved(path, manifest.payload_bytes)
         try:

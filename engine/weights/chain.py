@@ -147,6 +147,16 @@ class VersionChain:
         del self._pending[form]
         return self._seal(form, [pending.parts[number] for number in range(self.num_ranks)])
 
+    def is_sealed(self, manifest: WeightManifest) -> bool:
+        """Whether all parts of this update have been taken."""
+        return (manifest.version, manifest.base) in self._sealed
+
+    def would_seal(self, rank: int, manifest: WeightManifest, token: int) -> bool:
+        """Whether this part is the last that its update waits for; it may still be refused."""
+        pending = self._pending.get((manifest.version, manifest.base))
+        there = set(pending.parts) if pending is not None and token == self._token else set[int]()
+        return len(there | {rank}) == self.num_ranks
+
     def abandon(self, version: PolicyVersion) -> list[int]:
         """Forget the parts of a version that is not sealed (a rank died); returns the ranks that may offer again."""
         ranks: set[int] = set()
@@ -194,6 +204,13 @@ class VersionChain:
                 "without a keyframe; publish one"
             )
         return found[1]
+
+    def keyframe_after(self, have: PolicyVersion | None) -> WeightManifest | None:
+        """The newest keyframe, for a receiver that takes no deltas; None if it is no newer than what it has."""
+        keyframe = self._newest_keyframe()
+        if keyframe is None or (have is not None and keyframe <= have):
+            return None
+        return self._sealed[keyframe, None].manifest
 
     def _admit(self, rank: int, manifest: WeightManifest, token: int) -> None:
         if not 0 <= rank < self.num_ranks or manifest.run_id != self.run_id:
