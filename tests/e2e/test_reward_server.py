@@ -195,7 +195,12 @@ async def test_a_function_that_cannot_be_imported_is_one_sentence_and_exit_code_
 
 
 @pytest.mark.parametrize(
-    "example", ["demo/reward.py", "reward_servers/async_judge.py", "reward_servers/batched_length.py"]
+    "example",
+    [
+        "demo/reward.py",
+        "reward_servers/async_judge.py",
+        pytest.param("reward_servers/batched_length.py", marks=pytest.mark.full),
+    ],
 )
 async def test_the_examples_keep_the_contract(example: str) -> None:
     async with started(*HEADRACE, "reward", "serve", f"{EXAMPLES / example}:score") as server:

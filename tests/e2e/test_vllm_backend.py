@@ -281,7 +281,8 @@ async def test_version_on_success_a_refused_update_changes_nothing(vllm_engine: 
             assert (ack.status, ack.version.version) == (status, served), ack.message
     assert (await backend.state()).policy_version == PolicyVersion(0, served)
     after = await collect(backend.generate(request("a", temperature=0.0, max_tokens=8)))
-    assert after == before
+    # How many tokens come in one chunk is a matter of timing.
+    assert (tokens(after), logprobs(after), versions(after)) == (tokens(before), logprobs(before), versions(before))
 
 
 async def test_a_load_that_fails_half_way_stops_serving_until_a_full_update_succeeds(vllm_engine: Engine) -> None:

@@ -39,8 +39,16 @@ def check_nothing_was_started(train: Train, ended: Any, *words: str) -> None:
     ("path", "words"),
     [
         ("no/such/model", ("model.path = 'no/such/model'", "give a local folder", "HF_HUB_OFFLINE")),
-        ("./no_such_model", ("model.path = './no_such_model' does not exist", "name an existing folder")),
-        ("package://no_such_package/a.gguf", ("package 'no_such_package' is not installed", "install it")),
+        pytest.param(
+            "./no_such_model",
+            ("model.path = './no_such_model' does not exist", "name an existing folder"),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "package://no_such_package/a.gguf",
+            ("package 'no_such_package' is not installed", "install it"),
+            marks=pytest.mark.full,
+        ),
         ("nobody/model-of-the-hub", ("neither a folder nor a model of the hub", "connect and unset HF_HUB_OFFLINE")),
     ],
 )
@@ -88,11 +96,20 @@ def test_a_run_folder_that_cannot_be_made_is_told(train: Train) -> None:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("import no_such_thing\ndef score(prompt, response, data): return 1.0", ("no_such_thing",)),
-        ("def other(sample): return 1.0", ("reward_of_test", "no score")),
-        ("def score(a, b, c, d): return 1.0", ("takes (a, b, c, d)", "allowed is")),
+        pytest.param(
+            "import no_such_thing\ndef score(prompt, response, data): return 1.0",
+            ("no_such_thing",),
+            marks=pytest.mark.full,
+            id="import fails",
+        ),
+        pytest.param(
+            "def other(sample): return 1.0",
+            ("reward_of_test", "no score"),
+            marks=pytest.mark.full,
+            id="no such function",
+        ),
+        pytest.param("def score(a, b, c, d): return 1.0", ("takes (a, b, c, d)", "allowed is"), id="wrong signature"),
     ],
-    ids=["import fails", "no such function", "wrong signature"],
 )
 def test_a_reward_that_cannot_be_loaded_ends_the_run(train: Train, code: str, words: tuple[str, ...]) -> None:
     train.write_reward(code)
@@ -115,8 +132,10 @@ BAD_REWARDS = {
     ("code", "words"),
     [
         (BAD_REWARDS["raises"], ("KeyError: 'answer'", "reward_of_test.py line 1")),
-        (BAD_REWARDS["nan"], ("returned nan", "must be finite")),
-        (BAD_REWARDS["text"], ("returned '0.5' (str)", "allowed is a finite number")),
+        pytest.param(BAD_REWARDS["nan"], ("returned nan", "must be finite"), marks=pytest.mark.full),
+        pytest.param(
+            BAD_REWARDS["text"], ("returned '0.5' (str)", "allowed is a finite number"), marks=pytest.mark.full
+        ),
         (BAD_REWARDS["wrong length"], ("1", "2 samples", "one a sample")),
     ],
     ids=list(BAD_REWARDS),

@@ -67,7 +67,7 @@ def assert_stopped(train: Train, ended: Any) -> None:
     [
         ("loading", signal.SIGINT),
         ("sampling", signal.SIGTERM),
-        ("training", signal.SIGINT),
+        pytest.param("training", signal.SIGINT, marks=pytest.mark.full),
         pytest.param("evaluation", signal.SIGINT, marks=pytest.mark.full),
         ("saving", signal.SIGTERM),
     ],
@@ -99,7 +99,7 @@ def test_term_signal_twice_does_not_wait_for_a_process_that_hangs(train: Train) 
         pytest.param("sampling", marks=pytest.mark.full),
         pytest.param("training", marks=pytest.mark.full),
         pytest.param("evaluation", marks=pytest.mark.full),
-        "saving",
+        pytest.param("saving", marks=pytest.mark.full),
     ],
 )
 def test_orphan_engine_nothing_outlives_a_command_that_was_killed(train: Train, phase: str) -> None:
@@ -128,11 +128,8 @@ def test_a_hub_that_is_killed_fails_the_run_with_its_reason(train: Train) -> Non
     train.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_sample_never_hangs_a_lost_worker_is_replaced_and_each_group_trained_once(
-    train: Train, number: signal.Signals
-) -> None:
-    """K-053: killed, it is noticed at once; stopped, when its heartbeats have been missing.
+def test_sample_never_hangs_lost_workers_are_replaced_and_each_group_trained_once(train: Train) -> None:
+    """K-053: one that is killed is noticed at once; one that is stopped, when its heartbeats have been missing.
 
     The limit for silence is one that healthy processes keep on a machine that has far too much to do. The steps after
     the stop take longer than that: a worker that has no group when it is stopped gets none, for it lags behind.
@@ -142,15 +139,15 @@ def test_sample_never_hangs_a_lost_worker_is_replaced_and_each_group_trained_onc
     process = train.start(f"--run.steps={steps}", "--rollout.num_workers=2", *options)
     # Without a learner nothing is trained yet, so that both workers have a part in the steps that follow.
     train.until_waiting("a newer version", {"rollout-0", "rollout-1"})
-    train.start_learner(step_s=0.8 if number is signal.SIGSTOP else 0.2)
+    train.start_learner(step_s=0.8)
     wait_for(train, process, "step 3")
-    victim = min(pid for pid, line in train.pids().items() if "actors.rollout.main" in line)
-    os.kill(victim, number)
+    stopped, killed = (pid for pid, line in train.pids().items() if "actors.rollout.main" in line)
+    os.kill(stopped, signal.SIGSTOP)
+    os.kill(killed, signal.SIGKILL)
     ended = train.finish(process)
     assert ended.code == 0, (ended, train.log())
-    lost = "has not been heard of" if number is signal.SIGSTOP else "ended by signal SIGKILL"
-    assert lost in train.log()
-    assert "is started anew" in train.log()
+    assert "has not been heard of" in train.log() and "ended by signal SIGKILL" in train.log()
+    assert train.log().count("is started anew") >= 2
     assert [row["step"] for row in train.rows()] == list(range(1, steps + 1))
     samples = [msgspec.json.decode(line) for line in (train.run_folder / "samples.jsonl").read_bytes().splitlines()]
     groups = Counter(sample["record_id"].split("/")[0] for sample in samples)
