@@ -16,6 +16,10 @@ from headrace.engine.weights.layout import BUCKET_ELEMENTS
 from headrace.engine.weights.ulp import RawArray, encode_steps
 
 Bytes = npt.NDArray[np.uint8]
+_Words = npt.NDArray[np.uint64]
+
+# 64-bit words that are compared at once.
+_WORDS_A_PASS = 1 << 17
 
 # Where more than one word in this many differs, single elements are compared at once.
 _PLAIN_ABOVE_ONE_IN = 5
@@ -89,13 +93,11 @@ def changed_elements(base: RawArray, new: RawArray) -> tuple[Positions, RawArray
     # A word of 64 bits holds 1 << shift elements. Words are compared first: a quarter of the flags to search.
     shift = 2 if base.dtype.itemsize == 2 else 1
     whole = len(base) >> shift << shift
-    base_words, new_words = base[:whole].view(np.uint64), new[:whole].view(np.uint64)
-    differs = base_words != new_words
-    if np.count_nonzero(differs) * _PLAIN_ABOVE_ONE_IN > len(differs):
+    found = _changed_words(base[:whole].view(np.uint64), new[:whole].view(np.uint64))
+    if found is None:
         positions = np.flatnonzero(base != new)
         return positions, base[positions], new[positions]
-    words = _few_set(differs)
-    old_lanes, new_lanes = base_words[words].view(base.dtype), new_words[words].view(base.dtype)
+    words, old_lanes, new_lanes = found[0], found[1].view(base.dtype), found[2].view(base.dtype)
     moved = np.flatnonzero(old_lanes != new_lanes)
     positions = words[moved >> shift]
     positions <<= shift
@@ -106,6 +108,22 @@ def changed_elements(base: RawArray, new: RawArray) -> tuple[Positions, RawArray
         np.concatenate([old_lanes[moved], base[rest]]),
         np.concatenate([new_lanes[moved], new[rest]]),
     )
+
+
+def _changed_words(base: _Words, new: _Words) -> tuple[Positions, _Words, _Words] | None:
+    """Which words differ, and the words before and after; None where they are too many for this way to pay."""
+    found: list[tuple[Positions, _Words, _Words]] = [(np.empty(0, np.int64), base[:0], new[:0])]
+    flags = np.empty(min(len(base), _WORDS_A_PASS), np.bool_)
+    for begin in range(0, len(base), _WORDS_A_PASS):
+        before, after = base[begin : begin + _WORDS_A_PASS], new[begin : begin + _WORDS_A_PASS]
+        differs = np.not_equal(before, after, out=flags[: len(before)])
+        if np.count_nonzero(differs) * _PLAIN_ABOVE_ONE_IN > len(differs):
+            return None
+        words = _few_set(differs)
+        # What was compared just now is still in the cache.
+        found.append((words + begin, before[words], after[words]))
+    words, before, after = (np.concatenate(column) for column in zip(*found, strict=True))
+    return words, before, after
 
 
 def _few_set(flags: npt.NDArray[np.bool_]) -> Positions:
