@@ -53,7 +53,6 @@ def check_algorithm(
     algorithm, other = factory(), factory()
     generator_before = _global_generator()
     traits = algorithm.traits
-    expect(isinstance(traits, AlgorithmTraits), "traits must be an AlgorithmTraits")
     expect(traits == algorithm.traits == other.traits, "traits must be the same for the whole run")
     groups = _sample_groups(traits)
     _check_shaping(algorithm, groups)

@@ -11,13 +11,13 @@ The critic is trained beside the policy, on the same samples: `critic_loss` is i
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.actors.learner.advantages.domain import as_credit
 from headrace.actors.learner.advantages.gae import Gae, gae, outcome_rewards
-from headrace.actors.learner.advantages.kl_reward import Estimator, kl_shaped_rewards
+from headrace.actors.learner.advantages.kl_reward import kl_shaped_rewards
 from headrace.actors.learner.algorithms.rollout_method import (
     CLIP_KEYS,
     ROLLOUT_KEYS,
@@ -78,7 +78,7 @@ class Ppo(RolloutMethod):
                 loss_mask=mask,
                 sequence_ids=sequences,
                 kl_coef=config.kl_coef,
-                estimator=cast(Estimator, config.kl.estimator),
+                estimator=config.kl.estimator,
             )
         else:
             rewards = outcome_rewards(micro_batch.advantages, mask, sequences)
@@ -111,7 +111,7 @@ class Ppo(RolloutMethod):
         from headrace.actors.learner.losses.value import value_loss
 
         def column(numbers: "np.ndarray[Any, Any]") -> Tensor:
-            return torch.from_numpy(numbers).to(values)
+            return torch.as_tensor(numbers).to(values)
 
         returns = self.estimate(micro_batch).returns
         assert micro_batch.values is not None
@@ -119,8 +119,8 @@ class Ppo(RolloutMethod):
             values,
             column(micro_batch.values),
             column(returns),
-            torch.from_numpy(micro_batch.loss_mask != 0).to(values.device),
-            torch.from_numpy(micro_batch.sequence_ids.astype(np.int64)).to(values.device),
+            torch.as_tensor(micro_batch.loss_mask != 0, device=values.device),
+            torch.as_tensor(micro_batch.sequence_ids.astype(np.int64), device=values.device),
             clip_range=self.config.gae.value_clip,
             num_loss_tokens=num_loss_tokens,
             num_sequences=num_sequences,

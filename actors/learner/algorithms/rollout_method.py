@@ -94,13 +94,15 @@ class RolloutMethod:
         """A sample without credit has no gradient unless a KL or entropy term gives it one, or credit is by token."""
         config, filters = self.config, self._filters()
         regularized = bool(config.kl_coef or config.entropy_coef)
-        reference: tuple[ColumnName, ...] = ("reference_logprobs",) if config.kl_coef else ()
+        columns: tuple[ColumnName, ...] = self.columns
+        if config.kl_coef:
+            columns = ("reference_logprobs", *columns)
         return AlgorithmTraits(
             credit_scope=self.credit_scope,
             min_group_size=max(self.min_group_size, 2 if filters else 1),
             filters_groups=filters,
             skips_zero_credit=config.skip_zero_variance and not regularized and not self.credit_by_token,
-            columns=reference + self.columns,
+            columns=columns,
             needs_entropy=bool(config.entropy_coef),
         )
 
