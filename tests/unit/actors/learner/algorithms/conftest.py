@@ -18,7 +18,7 @@ from torch.nn.functional import log_softmax
 from headrace.actors.learner.algorithms.ppo import Ppo
 from headrace.actors.learner.loss_inputs import TensorLossInputs
 from headrace.engine.interfaces import Algorithm
-from headrace.engine.testing.check_algorithm import make_group
+from headrace.engine.testing.check_algorithm import SampleGroup, make_group
 from headrace.engine.types import MicroBatch
 
 ANSWERS = ((3, 0), (5, 1, 0), (2, 6, 4), (0,))
@@ -169,6 +169,7 @@ class Bandit:
     Attributes:
         history: Exact mean score, before the first update and after each.
         num_replaced: Groups that were not kept.
+        num_flat: Groups that were trained on although their scores are all equal.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class Bandit:
         self.rng = np.random.default_rng(7)
         self.served = deque([self.policy.snapshot()], maxlen=staleness + 1)
         self.history: list[float] = []
-        self.num_replaced = 0
+        self.num_replaced, self.num_flat = 0, 0
 
     def run(self, num_updates: int) -> "Bandit":
         self.history.append(self.policy.expected_return())
@@ -204,23 +205,16 @@ class Bandit:
         return self
 
     def batch(self) -> list[Row]:
-        """Samples of the oldest policy still served, with their credit; groups that are not kept are sampled again."""
-        behaviour, kind = self.served[0], self.algorithm.traits.trains_on
-        samples: list[list[Sample]] = []
+        """Samples of the oldest policy still served, with their credit."""
+        samples: list[tuple[int, Sample]] = []
         groups = []
         for prompt in range(NUM_PROMPTS):
-            for _ in range(4):
-                if kind == "demonstrations":
-                    drawn = self._demonstrations(prompt)
-                else:
-                    size = 2 if kind == "preference_pairs" else self.group_size
-                    drawn = behaviour.sample(prompt, size, self.rng)
-                scores = [self.offset + score(prompt, tokens) for tokens, _ in drawn]
-                raw = make_group(scores, f"g{prompt}", lengths=[len(tokens) for tokens, _ in drawn])
-                if self.algorithm.keeps(raw):
-                    break
-                self.num_replaced += 1
-            samples.append(drawn)
+            drawn = self._kept_group(prompt)
+            if not drawn:
+                continue
+            samples += [(prompt, sample) for sample in drawn]
+            raw = self._raw_group(prompt, drawn)
+            self.num_flat += not np.ptp(raw.rewards)
             shaped = self.algorithm.shape_rewards(raw)
             groups.append(make_group(shaped.tolist(), raw.group_id, lengths=raw.lengths.tolist()))
         if self.algorithm.traits.credit_scope == "batch":
@@ -229,9 +223,25 @@ class Bandit:
             credit = [self.algorithm.assign_credit([group])[0] for group in groups]
         return [
             Row(prompt=prompt, tokens=tokens, logprobs=logprobs, group=prompt, advantage=float(advantage))
-            for prompt in range(NUM_PROMPTS)
-            for (tokens, logprobs), advantage in zip(samples[prompt], credit[prompt], strict=True)
+            for (prompt, (tokens, logprobs)), advantage in zip(samples, np.concatenate(credit), strict=True)
         ]
+
+    def _kept_group(self, prompt: int) -> list[Sample]:
+        """A group that is not kept is sampled again, some times; empty where none was kept."""
+        kind = self.algorithm.traits.trains_on
+        for _ in range(4):
+            if kind == "demonstrations":
+                drawn = self._demonstrations(prompt)
+            else:
+                drawn = self.served[0].sample(prompt, 2 if kind == "preference_pairs" else self.group_size, self.rng)
+            if self.algorithm.keeps(self._raw_group(prompt, drawn)):
+                return drawn
+            self.num_replaced += 1
+        return []
+
+    def _raw_group(self, prompt: int, drawn: Sequence[Sample]) -> SampleGroup:
+        scores = [self.offset + score(prompt, tokens) for tokens, _ in drawn]
+        return make_group(scores, f"g{prompt}", lengths=[len(tokens) for tokens, _ in drawn])
 
     def _demonstrations(self, prompt: int) -> list[Sample]:
         """Three of four are the right answer; no sampler's scores."""
