@@ -21,6 +21,7 @@ from headrace.engine.config.schema import (
     RunConfig,
     ScheduleConfig,
     TimeoutConfig,
+    WeightsConfig,
 )
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "ScheduleConfig",
     "ShapingConfig",
     "TimeoutConfig",
+    "WeightsConfig",
     "check_config",
     "describe_schema",
     "effective_toml",

@@ -115,6 +115,14 @@ class LearnerConfig(Section, frozen=True, kw_only=True):
     step_timeout_s: PositiveFloat = 1800.0
 
 
+class WeightsConfig(Section, frozen=True, kw_only=True):
+    """How new weights reach the inference engines."""
+
+    # The whole state is published every so many versions at least, what changed in between; 1: always the whole state.
+    # Also whenever an engine takes no deltas, and when the deltas have come to outweigh the state.
+    keyframe_steps: Positive = 25
+
+
 class RewardConfig(Section, frozen=True, kw_only=True):
     """How samples are scored."""
 
@@ -168,6 +176,7 @@ class Config(Section, frozen=True, kw_only=True):
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
+    weights: WeightsConfig = WeightsConfig()
     buffer: BufferConfig = BufferConfig()
     eval: EvalConfig = EvalConfig()
     timeouts: TimeoutConfig = TimeoutConfig()

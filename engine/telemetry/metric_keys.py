@@ -74,6 +74,7 @@ METRIC_KEYS: tuple[MetricKey, ...] = (
     MetricKey("buffer/sample", "sum", "records", "records leased for a step since the last step"),
     MetricKey("buffer/*", "last", "", "how full the buffer is"),
     MetricKey("weights/density", "mean", "fraction", "elements that changed in an update"),
+    MetricKey("weights/encode_s", "max", "s", "longest time that a rank took to find and encode what changed"),
     MetricKey("weights/wire_bytes", "sum", "bytes", "payload of the updates sent to one receiver"),
     MetricKey("weights/pause_s", "max", "s", "longest time that an engine stood still for an update"),
     MetricKey("weights/apply_s", "max", "s", "longest time from an update's arrival to its being served"),

@@ -50,8 +50,13 @@ class LearnerClient:
         return self._buffer.commit(step, lease_token, skipped)
 
     def publish(self, part: WeightUpdate) -> bool:
-        """Offer this rank's part of a version; see `WeightPublisher.publish`."""
+        """Offer this rank's part of a version; see `WeightPublisher.publish`. May be called in another thread."""
         return self._weights.publish(part)
+
+    @property
+    def takes_deltas(self) -> bool:
+        """See `WeightPublisher.takes_deltas`."""
+        return self._weights.takes_deltas
 
     def report(self, step: int, spans: Sequence[Span], metrics: dict[str, float]) -> None:
         """Finish the row of a step in metrics.jsonl; `step` counts finished steps."""

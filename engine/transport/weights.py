@@ -13,7 +13,7 @@ from headrace.engine.transport.channel import FRAME_BYTES, open_blocking_channel
 from headrace.engine.transport.convert import version_to_proto
 from headrace.engine.transport.status import error_from_rpc
 from headrace.engine.transport.weights_convert import ack_to_proto, manifest_to_proto, update_from_proto
-from headrace.engine.types import PolicyVersion, WeightAck, WeightManifest, WeightUpdate
+from headrace.engine.types import PolicyVersion, WeightAck, WeightManifest, WeightPart, WeightUpdate
 from headrace.engine.weights.placement import open_reserved
 from headrace.v1 import weights_pb2 as pb
 from headrace.v1 import weights_pb2_grpc
@@ -30,6 +30,12 @@ class WeightPublisher:
         self._rank = rank
         self._num_ranks = num_ranks
         self._token = fencing_token
+        self._deltas = False
+
+    @property
+    def takes_deltas(self) -> bool:
+        """Whether all receivers took deltas when the hub last answered; where not, publish in full."""
+        return self._deltas
 
     def publish(self, part: WeightUpdate, *, same_host: bool = True) -> bool:
         """Offer this rank's part of a version; blocks until the hub has it. True when that sealed the version.
@@ -40,12 +46,14 @@ class WeightPublisher:
 
         Raises:
             FencedError: A successor has taken over.
+            WrongBaseError: A delta's base is not the newest version that the hub has; publish in full.
             CorruptUpdateError: The parts of the ranks do not fit together.
         """
         try:
             reply = self._stub.Publish(self._messages(part, same_host), timeout=PUBLISH_TIMEOUT_S)
         except grpc.RpcError as error:
             raise error_from_rpc(error, f"publishing weights {part.manifest.version}") from error
+        self._deltas = reply.deltas
         return reply.sealed
 
     def close(self) -> None:
@@ -60,6 +68,8 @@ class WeightPublisher:
             manifest=manifest_to_proto(part.manifest),
             local_path=part.local_path if same_host else "",
         )
+        if isinstance(part, WeightPart):
+            header.num_changed, header.encode_s = part.num_changed, part.encode_s
         yield pb.PublishRequest(header=header)
         if not same_host:
             for offset, data in _pieces(Path(part.local_path), part.manifest):

@@ -38,6 +38,7 @@ from headrace.engine.types.weights import (
     WeightAck,
     WeightBucket,
     WeightManifest,
+    WeightPart,
     WeightUpdate,
 )
 
@@ -76,5 +77,6 @@ __all__ = [
     "WeightAck",
     "WeightBucket",
     "WeightManifest",
+    "WeightPart",
     "WeightUpdate",
 ]

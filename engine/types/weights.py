@@ -80,6 +80,18 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     local_path: str
 
 
+class WeightPart(WeightUpdate, frozen=True, kw_only=True):
+    """One rank's part of an update, as its sender hands it on.
+
+    Attributes:
+        num_changed: Elements of the part that differ from the base; 0 in a keyframe.
+        encode_s: How long it took to find, encode and write them.
+    """
+
+    num_changed: int = 0
+    encode_s: float = 0.0
+
+
 class WeightAck(msgspec.Struct, frozen=True, kw_only=True):
     """A receiver's answer to an update.
 
