@@ -37,14 +37,13 @@ from headrace.engine.weights.frame import FrameHeader, compressed, pack_frame, u
 from headrace.engine.weights.gaps import Positions, decode_gaps
 from headrace.engine.weights.planes import (
     BucketPlanes,
-    Bytes,
     change_checksum,
     check_bucket,
     diff_bucket,
     little_endian,
     planes_of_changes,
 )
-from headrace.engine.weights.ulp import RawArray, decode_steps
+from headrace.engine.weights.ulp import Bytes, RawArray, decode_steps
 
 # Steps that take more bytes than this an element leave room for the values to be smaller, and both are tried.
 _TRY_VALUES_ABOVE = 0.75

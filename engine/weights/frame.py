@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
 from headrace.engine.errors import CorruptUpdateError
 from headrace.engine.types import BucketEncoding
 from headrace.engine.weights.gaps import max_gap_bytes
 from headrace.engine.weights.layout import BUCKET_ELEMENTS
+from headrace.engine.weights.ulp import Bytes
 
 _LEVEL = 1
 
@@ -29,8 +29,6 @@ _MIN_COMPRESSED = 64
 
 # change_checksum, num_changed, gap_bytes, num_escapes; the stored size of each plane follows.
 _HEADER = struct.Struct("<QIII")
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

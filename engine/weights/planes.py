@@ -13,9 +13,8 @@ from headrace.engine.errors import InputError
 from headrace.engine.weights.digest import change_digest
 from headrace.engine.weights.gaps import Positions, encode_gaps
 from headrace.engine.weights.layout import BUCKET_ELEMENTS
-from headrace.engine.weights.ulp import RawArray, encode_steps
+from headrace.engine.weights.ulp import Bytes, RawArray, encode_steps
 
-Bytes = npt.NDArray[np.uint8]
 _Words = npt.NDArray[np.uint64]
 
 # 64-bit words that are compared at once.
