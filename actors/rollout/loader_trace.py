@@ -116,7 +116,7 @@ class RegisteredTensors:
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Remember them; their values are not copied."""
-        self._slots = [
+        self._slots: list[tuple[dict[str, Any], str, torch.Tensor | None]] = [
             (table, name, tensor)
             for module in model.modules()
             for table in (module._parameters, module._buffers)
@@ -151,7 +151,7 @@ def _attempt(
     return failure
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook for subclasses
     """Follows the checkpoint's tensors through a loader, and keeps its writes away from the model.
 
     Attributes:
@@ -161,7 +161,7 @@ class _Watch(TorchDispatchMode):
     """
 
     def __init__(self, storages: tuple[ModelStorage, ...], layout: TensorLayout) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sources = {n: torch.empty(shape, dtype=dtype, device="meta") for n, (shape, dtype) in layout.items()}
         self.regions: dict[str, list[Region]] = {}
         self.opaque: dict[str, str] = {}
@@ -224,7 +224,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

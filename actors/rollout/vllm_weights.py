@@ -30,6 +30,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.platforms import current_platform
 
 from headrace.actors.rollout.checkpoint import layout_difference, read_shapes
+from headrace.actors.rollout.vllm_delta import DeltaReceiver
 from headrace.actors.rollout.vllm_engine import decode_update
 from headrace.engine.errors import HeadraceError, WeightUpdateError
 from headrace.engine.types import AckStatus, TensorSpec
@@ -78,6 +79,7 @@ class HeadraceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._pending: _Pending | None = None
         self._digest = 0
+        self.deltas = DeltaReceiver(model, vllm_config, device)
         self.answer: Answer = [int(AckStatus.SERVING), "", 0]
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -107,6 +109,7 @@ class HeadraceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         """Forget a prepared update."""
         self._pending = None
+        self.deltas.close()
 
     def prepare(self, message: bytes) -> Answer:
         """Map the payload and compare it with what is served; touches no parameter. Does not read the payload."""
@@ -145,6 +148,7 @@ class HeadraceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._digest = 0
             return [int(AckStatus.FAILED), f"{type(error).__name__}: {error}", 0]
         self._digest = pending.digest
+        self.deltas.after_full_update(dict(_tensors(pending.payload)), pending.digest)
         return [int(AckStatus.SERVING), "", self._digest]
 
     def _model_dir(self) -> Path:
@@ -208,6 +212,34 @@ class WeightReceiver:
         """The outcome of the last update that came through vLLM's own calls."""
         answer: Answer = self.weight_transfer_engine.answer
         return answer
+
+    def headrace_attach(self, folder: str = "") -> Answer:
+        """See `DeltaReceiver.attach`; so the following ones."""
+        return self._deltas().attach(folder)
+
+    def headrace_stage(self, message: bytes) -> Answer:
+        """Begin to prepare a change file."""
+        return self._deltas().stage(message)
+
+    def headrace_staged(self) -> Answer:
+        """Wait for it."""
+        return self._deltas().staged()
+
+    def headrace_apply(self) -> Answer:
+        """Store it."""
+        return self._deltas().apply()
+
+    def headrace_revert(self) -> Answer:
+        """Take the last one back."""
+        return self._deltas().revert()
+
+    def headrace_digest(self) -> str:
+        """SHA-256 of all parameters and buffers."""
+        return self._deltas().state_digest()
+
+    def _deltas(self) -> DeltaReceiver:
+        deltas: DeltaReceiver = self.weight_transfer_engine.deltas
+        return deltas
 
 
 def _bits(tensor: torch.Tensor) -> torch.dtype:

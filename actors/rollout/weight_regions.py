@@ -106,7 +106,7 @@ def model_storages(model: torch.nn.Module) -> tuple[ModelStorage, ...]:
             continue
         if storage._cdata not in found:
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))  # type: ignore[call-overload]
+            flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
             found[storage._cdata] = (name, set(), flat)
         found[storage._cdata][1].add(name.rpartition(".")[0])
     return tuple(ModelStorage(name=n, modules=frozenset(m), flat=f) for n, m, f in found.values())
@@ -135,8 +135,8 @@ def copy_region(
         return "broadcast, or read in interleaved pieces"
     return Region(
         storage=storage,
-        source_offset=source.storage_offset(),
-        target_offset=target.storage_offset(),
+        source_offset=int(source.storage_offset()),
+        target_offset=int(target.storage_offset()),
         size=dims[0],
         source_stride=dims[1],
         target_stride=dims[2],

@@ -3,6 +3,7 @@
 """A small module whose loader does what inference engines' loaders do: fuse, slice, tie, cast, compute."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,15 +39,14 @@ class LoadedModel(torch.nn.Module):
         self.rank, self.ranks = rank, ranks
         self.num_loads = 0
         self.fail_on: str | None = None
-        make = torch.nn.Module
 
-        def weight(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-            module = make()
+        def weight(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+            module: Any = torch.nn.Module()
             module.weight = torch.nn.Parameter(torch.full(shape, -3.0, dtype=dtype), requires_grad=False)
             return module
 
         self.embed = weight(VOCAB + 4, HIDDEN)
-        self.head = make()
+        self.head: Any = torch.nn.Module()
         self.head.weight = self.embed.weight
         self.qkv = weight((HEADS + 2 * KV) // ranks, HIDDEN)
         self.o = weight(HIDDEN, HEADS // ranks)

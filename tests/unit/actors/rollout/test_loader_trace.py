@@ -15,8 +15,8 @@ from headrace.actors.rollout.weight_regions import merge_dimensions
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
-def linear(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    module = torch.nn.Module()
+def linear(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    module: Any = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.zeros(rows, columns, dtype=dtype), requires_grad=False)
     return module
 

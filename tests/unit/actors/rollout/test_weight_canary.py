@@ -44,7 +44,7 @@ class Model(torch.nn.Module):
         self.norm = torch.nn.RMSNorm(8)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        parameters = dict(self.named_parameters())
+        parameters: dict[str, Any] = dict(self.named_parameters())
         for name, value in weights:
             parameters[name].data.copy_(value)
 
@@ -133,7 +133,7 @@ def test_a_random_change_reaches_the_first_rows_of_each_region(fake: Any) -> Non
     model = fake.loaded(tensors, 1, 2)
     trace = trace_loader(model, model.load_weights, fake.LAYOUT)
     found = build_weight_map(model, trace, fake.LAYOUT, tensors.__getitem__)
-    change = random_change("o.weight", found, tensors["o.weight"], np.random.default_rng(0))
+    change: Any = random_change("o.weight", found, tensors["o.weight"], np.random.default_rng(0))
     # This rank holds columns 4 to 7 of eight rows: all of them are few enough to be the first elements.
     assert change.positions.tolist() == [row * 8 + column for row in range(8) for column in range(4, 8)]
     assert choose_modules(model, found)
@@ -201,7 +201,8 @@ def test_a_transformers_model_passes_by_its_names() -> None:
         num_key_value_heads=1,
         tie_word_embeddings=True,
     )
-    model: Any = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    model: Any = transformers.LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).eval()
     tensors = {name: value.detach().clone() for name, value in model.named_parameters()}
     layout = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
     found = build_weight_map(model, trace_names(model, layout), layout, tensors.__getitem__)

@@ -120,7 +120,7 @@ def test_positions_translate_as_a_copy_of_the_view_would(case: Any, random: Any)
     total = torch.Size(shape).numel()
     numbered = torch.arange(1, total + 1, dtype=torch.float32).reshape(shape)
     part = numbered[view].permute(order)
-    model = torch.nn.Module()
+    model: Any = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(*[n + 1 for n in part.shape]), requires_grad=False)
     inner = tuple(slice(1, None) for _ in part.shape)
 
