@@ -23,9 +23,9 @@ import torch
 
 from headrace.actors.rollout.checkpoint import read_shapes
 from headrace.actors.rollout.loader_trace import trace_loader
-from headrace.actors.rollout.weight_changes import WeightChange
 from headrace.actors.rollout.weight_map import CheckpointTensors, WeightMap, bits, build_weight_map
 from headrace.actors.rollout.weight_scatter import WeightScatter
+from headrace.engine.weights.changes import WeightChange
 
 
 def main() -> None:

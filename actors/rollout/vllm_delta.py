@@ -27,13 +27,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from headrace.actors.rollout.checkpoint import read_shapes
 from headrace.actors.rollout.loader_trace import trace_loader
 from headrace.actors.rollout.weight_canary import check_reload, check_scatter
-from headrace.actors.rollout.weight_changes import ChangeFile, read_changes
 from headrace.actors.rollout.weight_map import CheckpointTensors, WeightMap, build_weight_map
 from headrace.actors.rollout.weight_probe import first_ids, probe_input, run_plain_module
 from headrace.actors.rollout.weight_scatter import StagedUpdate, WeightScatter
 from headrace.actors.rollout.weight_shadow import OpaqueShadow, Reload
 from headrace.engine.errors import CorruptUpdateError, WeightUpdateError
 from headrace.engine.types import AckStatus
+from headrace.engine.weights.changes import ChangeFile, read_changes
 
 _LOG = logging.getLogger(__name__)
 

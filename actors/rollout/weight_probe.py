@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.actors.rollout.weight_changes import WeightChange
 from headrace.actors.rollout.weight_map import WeightMap, bits
 from headrace.actors.rollout.weight_regions import Region
+from headrace.engine.weights.changes import WeightChange
 
 # Runs one module alone, without any communication, on fixed inputs, in each way that the model uses it; empty where
 # there is no way.

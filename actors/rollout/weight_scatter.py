@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.actors.rollout.weight_changes import WeightChange, check_change
 from headrace.actors.rollout.weight_map import WeightMap, bits, remap
 from headrace.actors.rollout.weight_regions import Region
 from headrace.actors.rollout.weight_shadow import OpaqueShadow
 from headrace.engine.errors import CorruptUpdateError, RunError, WeightUpdateError
+from headrace.engine.weights.changes import WeightChange, check_change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Set
 import numpy as np
 import torch
 
-from headrace.actors.rollout.weight_changes import WeightChange
 from headrace.actors.rollout.weight_map import ReadTensor, WeightMap, bits
 from headrace.engine.errors import WeightUpdateError
+from headrace.engine.weights.changes import WeightChange
 
 # Loads these whole checkpoint tensors into the model, with whatever processing follows a load.
 Reload = Callable[[Mapping[str, torch.Tensor]], None]

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.actors.rollout.weight_changes import WeightChange, write_changes
 from headrace.engine.types import AckStatus, PauseMode, PolicyVersion, TensorSpec, WeightUpdate
+from headrace.engine.weights.changes import WeightChange, write_changes
 from headrace.engine.weights.payload import KeyframeWriter
 
 pytestmark = [

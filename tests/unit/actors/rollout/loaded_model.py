@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.actors.rollout.weight_changes import WeightChange
 from headrace.actors.rollout.weight_map import bits
+from headrace.engine.weights.changes import WeightChange
 
 HIDDEN, HEADS, KV, VOCAB, WIDE = 8, 8, 4, 12, 6
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from headrace.actors.rollout.loader_trace import trace_loader, trace_names
-from headrace.actors.rollout.weight_changes import WeightChange
 from headrace.actors.rollout.weight_map import bits, build_weight_map
 from headrace.actors.rollout.weight_scatter import WeightScatter
 from headrace.actors.rollout.weight_shadow import OpaqueShadow
 from headrace.engine.errors import CorruptUpdateError, RunError, WeightUpdateError
+from headrace.engine.weights.changes import WeightChange
 
 
 def attach(fake: Any, model: Any, tensors: Any, *, shadow: bool = True) -> WeightScatter:
