@@ -2,8 +2,11 @@
 # torch is only partly typed.
 """Masked tokens and sums over sequences, for losses over packed micro-batches.
 
-Invariant: a masked token is replaced before anything non-linear touches it. A NaN or an infinity that stands there can
-then make neither a value nor a gradient non-finite: multiplying by a mask of 0 would leave NaN in both.
+Invariants:
+- A masked token is replaced before anything non-linear touches it. A NaN or an infinity that stands there can then make
+  neither a value nor a gradient non-finite: multiplying by a mask of 0 would leave NaN in both.
+- Half precision becomes float32 here, where each column enters a loss: a bfloat16 that counts by ones stops at 256, and
+  exp(20) is more than a float16 holds.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,7 +22,8 @@ else:
 
 
 def where_loss(mask: Tensor, values: Tensor) -> Tensor:
-    """`values` where the bool mask holds, else 0; of the shape of both, differentiable."""
+    """`values` where the bool mask holds, else 0; of the shape of both, at least float32, differentiable."""
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
@@ -32,11 +36,12 @@ def sequence_totals(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tenso
         sequence_ids: int64 [N], from 0; S is the largest plus 1.
     """
     num_sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
-    return values.new_zeros(num_sequences).index_add(0, sequence_ids, where_loss(mask, values))
+    taken = where_loss(mask, values)
+    return taken.new_zeros(num_sequences).index_add(0, sequence_ids, taken)
 
 
 def sequence_counts(mask: Tensor, sequence_ids: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Masked-in tokens of each sequence: [S] of the given float type."""
+    """Masked-in tokens of each sequence: [S] of the given float type, at least float32."""
     return sequence_totals(mask.to(dtype), mask, sequence_ids)
 
 

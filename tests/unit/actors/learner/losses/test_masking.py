@@ -57,3 +57,13 @@ def test_a_missing_column_is_refused_unless_no_token_takes_part() -> None:
     with pytest.raises(InputError, match="no reference_logprobs: because"):
         require_column(None, MASK, name="reference_logprobs", reason="because")
     assert require_column(None, MASK & False, name="reference_logprobs", reason="because").tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_half_precision_are_taken_in_single_precision(dtype: torch.dtype) -> None:
+    """A bfloat16 that counts by ones stops at 256: the mean of a long sequence would be that of a short one."""
+    ones = torch.ones(3000, dtype=dtype)
+    mask, ids = torch.ones(3000, dtype=torch.bool), torch.zeros(3000, dtype=torch.int64)
+    assert sequence_counts(mask, ids, dtype=dtype).tolist() == [3000.0]
+    assert sequence_totals(ones, mask, ids).tolist() == [3000.0]
+    assert sequence_mean(ones * 0.5, mask, ids).unique().tolist() == [0.5]

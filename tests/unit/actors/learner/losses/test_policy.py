@@ -290,3 +290,17 @@ def test_metrics_show_the_mismatch_and_the_weight_before_truncation() -> None:
 def test_the_figure_ppo_kl_is_proximal_minus_current() -> None:
     batch = inputs(torch.tensor([-1.0, -2.0]), proximal_logprobs=torch.tensor([-1.5, -1.8]))
     assert policy_loss(batch, PLAIN).sums["ppo_kl"].item() == pytest.approx(-0.3)
+
+
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+def test_bfloat16_columns_give_the_gradient_of_their_values(unit: Any) -> None:
+    """3000 tokens of one sequence, credit 1: each has the gradient -1 / 3000, whatever the type of its column."""
+    size = 3000
+    logprobs = torch.full((size,), -1.0, dtype=torch.bfloat16, requires_grad=True)
+    columns = inputs(logprobs, torch.ones(size, dtype=torch.bfloat16))
+    output = policy_loss(columns, PolicyLossOptions(normalization=Normalization(unit=unit)))
+    output.loss.backward()
+    assert float(output.loss.detach()) == pytest.approx(-1.0)
+    assert float(output.sums["importance_weight"]) == size
+    assert logprobs.grad is not None
+    assert logprobs.grad.float().tolist() == pytest.approx([-1 / size] * size, rel=2**-8)
