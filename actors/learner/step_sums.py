@@ -79,7 +79,7 @@ class StepSums:
 
         `actor/loss` is what the update descends, `actor/pg_loss` a mean over the step's loss tokens that were not
         rejected. Other means are over the tokens that were computed: samples without advantage take no forward pass,
-        and must not pull a mean towards 0.
+        and must not pull a mean towards 0. Where nothing was computed there is no such mean.
 
         Args:
             group: The ranks.
@@ -98,7 +98,8 @@ class StepSums:
         left = self._denominator - rejected
         self.factor = self._denominator / left if left > 0 else 0.0
         metrics = _means(dict(zip(names, sums, strict=True)), loss_tokens, num_loss_tokens)
-        metrics |= {_MAXIMA.get(n, f"actor/{n}_max"): value for n, value in zip(max_names, maxima, strict=True)}
+        if loss_tokens:
+            metrics |= {_MAXIMA.get(n, f"actor/{n}_max"): value for n, value in zip(max_names, maxima, strict=True)}
         metrics |= {"actor/loss": loss * self.factor, "perf/tokens": tokens, "perf/tokens_computed": computed}
         if norm >= 0:
             metrics["actor/grad_norm"] = math.sqrt(norm) * self.factor
@@ -108,6 +109,8 @@ class StepSums:
 
 
 def _means(sums: dict[str, float], loss_tokens: float, num_loss_tokens: int) -> dict[str, float]:
+    if not loss_tokens:  # a 0 would be taken for a measurement, also by what steers the learning rate
+        sums = {name: value for name, value in sums.items() if name == "pg_loss"}
     divisors: dict[str, float] = dict.fromkeys(_PAIR_MEANS, sums.get("pairs", 0.0))
     divisors["pg_loss"] = num_loss_tokens - sums.get("rejected", 0.0)
     means = {name: value / max(1.0, divisors.get(name, loss_tokens)) for name, value in sums.items()}

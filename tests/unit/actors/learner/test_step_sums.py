@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -129,3 +130,28 @@ def test_records_of_a_loss_that_is_not_finite_are_remembered(group: Any) -> None
     add(sums, 1, loss=0.5, denominator=2.0)
     _, metrics = sums.reduce(group, float("nan"), 2)
     assert sums.suspects == ["r"] and "actor/loss" not in metrics
+
+
+def test_a_step_without_a_computed_token_has_no_means(group: Any) -> None:
+    """All samples were without advantage: what was not measured is not 0, and nothing may be steered by it."""
+    sums = StepSums()
+    scores = torch.zeros(1)
+    sums.add(
+        msgspec.structs.replace(micro_batch(1), loss_mask=np.zeros(1, np.uint8)),
+        ForwardResult(logprobs=scores, entropy=scores, num_computed=1),
+        LossContribution(
+            loss=torch.tensor(0.0),
+            sums={name: torch.tensor(0.0) for name in ("pg_loss", "mismatch_kl", "importance_weight_sq", "kl")},
+            maxima={"importance_raw": torch.tensor(0.0)},
+            denominator=12.0,
+            rejected=torch.tensor(0.0),
+        ),
+    )
+    _, metrics = sums.reduce(group, 0.0, 12)
+    assert metrics == {
+        "actor/loss": 0.0,
+        "actor/pg_loss": 0.0,
+        "actor/grad_norm": 0.0,
+        "perf/tokens": 0.0,
+        "perf/tokens_computed": 1.0,
+    }
