@@ -16,6 +16,8 @@ from headrace.engine.errors import ConfigError, InputError
 
 # The relative error at which the proportional controller saturates (arXiv 1909.08593, section 2.2).
 MAX_ERROR = 0.2
+# Where the factor of one update ends; only the shortest horizon comes below it, at 0.
+_LEAST_FACTOR = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,7 @@ class AdaptiveKl:
     Ziegler et al. (arXiv 1909.08593), section 2.2: e = clip((KL - target) / target, -0.2, 0.2), then
     beta <- beta * (1 + K * e). Here K = 5 / horizon, so that at a saturated error the coefficient changes by about a
     factor of e in `horizon` updates; the paper's K = 0.1 is a horizon of 50. Farther away than the target: the
-    coefficient grows, and pulls back.
+    coefficient grows, and pulls back. One update never does more than halve or double it.
 
     A coefficient of 0 could never grow, so it is kept above 0 by its bounds.
 
@@ -87,7 +89,7 @@ class AdaptiveKl:
         if math.isfinite(measured_kl):
             error = (measured_kl - self._target) / self._target
             error = min(max(error, -MAX_ERROR), MAX_ERROR)
-            self._coef = self._bounds.clamp(self._coef * (1.0 + self._gain * error))
+            self._coef = self._bounds.clamp(self._coef * max(_LEAST_FACTOR, 1.0 + self._gain * error))
         return self._coef
 
     def state(self) -> float:

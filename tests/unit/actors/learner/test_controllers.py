@@ -141,3 +141,10 @@ def test_a_rate_controller_that_cannot_work_is_refused(change: dict[str, float])
 def test_bounds_that_are_no_range_are_refused(low: float, high: float) -> None:
     with pytest.raises(ConfigError, match="0 < low <= high"):
         Bounds(low=low, high=high)
+
+
+def test_one_measurement_at_most_halves_or_doubles_the_coefficient() -> None:
+    """With the shortest horizon the paper's factor would be 0: one step near the reference would switch the KL off."""
+    controller = AdaptiveKl(initial=0.1, target=0.1, horizon=1)
+    assert controller.update(0.0) == pytest.approx(0.05)
+    assert controller.update(1e9) == pytest.approx(0.1)
