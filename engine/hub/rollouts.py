@@ -173,6 +173,7 @@ class Rollouts(rollout_pb2_grpc.RolloutServiceServicer):
             group = self._evals.ended(ended.group_id, ended.attempt, ended.status == pb.GroupEnded.STATUS_GENERATED)
             if group is not None:
                 self._on_generated(group)
+            self._state.changed()  # the step that is held back begins with the last answer, not with the last reward
             return
         if not flow.is_current(ended.group_id, ended.attempt):
             return

@@ -99,6 +99,27 @@ async def test_held_out_prompts_go_out_although_nothing_else_happens(hub_state: 
     await worker.leave()
 
 
+async def test_the_step_that_an_evaluation_holds_back_begins_with_the_last_answer(hub_state: HubState) -> None:
+    """Nobody scores here: the rewards of the held-out prompts overlap with training."""
+    it = bench(hub_state)
+    worker = Worker(it.rollouts)
+    worker.enlist()
+    prompt = Prompt(prompt_id="e", token_ids=(1,))
+    evaluator = Evaluator(it.state, it.evals, [prompt], "task", on_begun=it.rollouts.pump)
+    it.state.hold_step = 0
+    running = asyncio.create_task(evaluator.run(0, START))
+    group = (await worker.next()).group
+    assert it.state.hold_step == 0
+    worker.say(group_ended=pb.GroupEnded(group_id=group.group_id, status=pb.GroupEnded.STATUS_GENERATED))
+    async with asyncio.timeout(30):
+        while it.state.hold_step == 0:  # noqa: ASYNC110  # a number that nobody tells of
+            await asyncio.sleep(0)
+    assert not running.done() and [one.group_id for one in it.generated] == [group.group_id]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await worker.leave()
+
+
 async def test_a_worker_that_has_not_said_what_it_can_do_does_not_stop_a_run_from_ending(hub_state: HubState) -> None:
     it = bench(hub_state)
     worker = Worker(it.rollouts)
