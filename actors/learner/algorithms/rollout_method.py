@@ -20,9 +20,11 @@ from headrace.actors.learner.advantages.dynamic_sampling import keeps_group
 from headrace.actors.learner.advantages.shaping import check_shaping, shape_rewards
 from headrace.actors.learner.algorithms.settings import (
     refuse_constant_without_length,
+    refuse_empty_rejection,
     refuse_unread,
     refuse_useless_clip,
     refuse_useless_kl,
+    rejection_moves_mean,
 )
 from headrace.engine.config import AlgorithmConfig
 from headrace.engine.errors import InputError
@@ -78,6 +80,7 @@ class RolloutMethod:
         refuse_unread(config, self.name, self.reads)
         refuse_useless_kl(config, self.name, in_reward=self.kl_in_reward)
         refuse_useless_clip(config)
+        refuse_empty_rejection(config)
         refuse_constant_without_length(config, self.unit)
         check_shaping(config.shaping)
         self.config = self.resolve(config)
@@ -91,9 +94,13 @@ class RolloutMethod:
 
     @property
     def traits(self) -> AlgorithmTraits:
-        """A sample without credit has no gradient unless a KL or entropy term gives it one, or credit is by token."""
+        """A sample without credit has no gradient unless a KL or entropy term gives it one, or credit is by token.
+
+        It needs a forward pass all the same where rules reject: what they reject of it leaves the mean.
+        """
         config, filters = self.config, self._filters()
         regularized = bool(config.kl_coef or config.entropy_coef)
+        needed = regularized or self.credit_by_token or rejection_moves_mean(config.importance)
         columns: tuple[ColumnName, ...] = self.columns
         if config.kl_coef:
             columns = ("reference_logprobs", *columns)
@@ -101,7 +108,7 @@ class RolloutMethod:
             credit_scope=self.credit_scope,
             min_group_size=max(self.min_group_size, 2 if filters else 1),
             filters_groups=filters,
-            skips_zero_credit=config.skip_zero_variance and not regularized and not self.credit_by_token,
+            skips_zero_credit=config.skip_zero_variance and not needed,
             columns=columns,
             needs_entropy=bool(config.entropy_coef),
         )

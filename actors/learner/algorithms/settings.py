@@ -4,7 +4,9 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
+from headrace.actors.learner.controllers import AdaptiveKl
 from headrace.engine.config import AlgorithmConfig
+from headrace.engine.config.algorithm import ImportanceConfig
 from headrace.engine.errors import ConfigError
 
 # Read by the runtime, whatever the method, or filled in from the run's limits.
@@ -63,6 +65,8 @@ def refuse_useless_kl(config: AlgorithmConfig, method: str, *, in_reward: bool) 
             f"algorithm.kl.target = {_shown(kl.target)} adapts algorithm.kl_coef, which is 0 and stays 0: set kl_coef "
             "to the value to begin with"
         )
+    if kl.target:  # refuses what it cannot begin with, here and not when models are loaded
+        AdaptiveKl(initial=config.kl_coef, target=kl.target, horizon=kl.horizon)
 
 
 def refuse_useless_clip(config: AlgorithmConfig) -> None:
@@ -75,6 +79,26 @@ def refuse_useless_clip(config: AlgorithmConfig) -> None:
         raise ConfigError(
             f"algorithm.dual_clip = {_shown(config.dual_clip)} would cut off tokens that have not moved: set it above "
             "1 (3 is usual), or to 0 for none"
+        )
+
+
+def rejection_moves_mean(importance: ImportanceConfig) -> bool:
+    """Whether rules reject tokens that then leave the loss's mean, so that every token has to be looked at."""
+    rejects = importance.kind == "mask" or bool(importance.reject_below or importance.reject_above)
+    return rejects and not importance.fixed_denominator
+
+
+def refuse_empty_rejection(config: AlgorithmConfig) -> None:
+    """Refuse bounds of rejection between which no sequence lies.
+
+    Raises:
+        ConfigError: `importance.reject_above` is not 0 and not above `importance.reject_below`.
+    """
+    below, above = config.importance.reject_below, config.importance.reject_above
+    if above and not above > below:
+        raise ConfigError(
+            f"algorithm.importance.reject_below = {below:g} and reject_above = {above:g} leave no sequence between "
+            "them: raise reject_above, or set one of the two to 0"
         )
 
 

@@ -36,8 +36,8 @@ def sequence_totals(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tenso
         sequence_ids: int64 [N], from 0; S is the largest plus 1.
     """
     num_sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
-    taken = where_loss(mask, values)
-    return taken.new_zeros(num_sequences).index_add(0, sequence_ids, taken)
+    zeros = values.new_zeros(num_sequences, dtype=torch.promote_types(values.dtype, torch.float32))
+    return zeros.index_add(0, sequence_ids, where_loss(mask, values))
 
 
 def sequence_counts(mask: Tensor, sequence_ids: Tensor, *, dtype: torch.dtype) -> Tensor:
