@@ -27,7 +27,7 @@ REWARD = """
 import time
 from pathlib import Path
 def score(prompt, response, data):
-    while data["answer"] < 0 and Path("slow").exists():
+    while data["answer"] < 0 and Path(__file__).with_name("slow").exists():
         time.sleep(0.05)
     return float(len(response) % 3)
 """
@@ -37,12 +37,12 @@ def score(prompt, response, data):
 def test_an_evaluation_that_a_crash_interrupted_is_made_after_the_resumption(train: Train) -> None:
     train.write_reward(REWARD)
     train.write_prompts([{"prompt": [n + 1, 2, 3], "answer": -1} for n in range(4)], "held_out.jsonl")
-    train.start_learner(step_s=0.5)
-    options = ("--run.steps=3", "--eval.num_prompts=4", "--eval.path=held_out.jsonl", "--eval.every_steps=2")
+    options = ("--run.steps=4", "--eval.num_prompts=4", "--eval.path=held_out.jsonl", "--eval.every_steps=2")
     options = (*options, "--learner.checkpoint_steps=2", "--reward.timeout_s=60")
     process = train.start(*options)
-    train.until_doing("training step")  # the first evaluation lies behind
+    train.until(lambda: "evaluated 4 prompts after step 0" in train.log())
     (train.folder / "slow").touch()
+    train.start_learner(step_s=2.0)  # the next checkpoint, which would lie behind the evaluation, is two steps away
     train.until(lambda: list((train.folder / "runs").glob("*/checkpoints/step-00000002/manifest.json")))
     train.until_waiting("the rewards of the held-out prompts", {"evaluation"})
     os.kill(process.pid, signal.SIGKILL)
@@ -53,7 +53,7 @@ def test_an_evaluation_that_a_crash_interrupted_is_made_after_the_resumption(tra
     train.start_learner()
     ended = train.run("--resume", str(train.run_folder), *options)
     assert ended.code == 0, (ended, train.log())
-    assert [row["step"] for row in train.rows() if "eval/accuracy" in row] == [0, 2, 3]
+    assert [row["step"] for row in train.rows() if "eval/accuracy" in row] == [0, 2, 4]
 
 
 def trained(train: Train) -> Counter[str]:
