@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     actions = parser.add_subparsers(dest="action", metavar="show|schema|check", required=True)
     show = actions.add_parser("show", help="print every key with the value that is in force, as TOML")
-    check = actions.add_parser("check", help="say whether a run would accept the configuration")
+    check = actions.add_parser("check", help="say whether a run would accept the settings; looks for neither model nor data")
     actions.add_parser("schema", help="print every key with its default, what it may be and what it is for")
     for action in (show, check):
         action.add_argument("file", nargs="?", type=Path, metavar="FILE", help="a TOML file; without it the defaults")
@@ -20,8 +20,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the action; 0 unless the configuration is refused.
 
     Raises:
+        UsageError: There is no such method.
         ConfigError: The configuration is refused. `show` does not ask whether settings fit each other, so that an
-            unfinished file can be looked at.
+            unfinished file can be looked at; `check` looks for neither model nor data, which may be on another host.
     """
     match args.action:
         case "schema":
@@ -29,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
         case "show":
             print(effective_toml(read_config(args.file, args.overrides)), end="")
         case _:
-            load_config(args.file, args.overrides)
+            from headrace.engine.hub.early import load_algorithm  # numpy and more, which the other actions do not need
+
+            load_algorithm(load_config(args.file, args.overrides))
             print(f"{args.file or 'the defaults with these overrides'}: ok")
     return 0

@@ -7,13 +7,12 @@ from typing import Any, cast
 import msgspec
 
 from headrace.engine.config import Config
-from headrace.engine.config.resolve import algorithm_config
 from headrace.engine.errors import FormatError, UsageError
-from headrace.engine.hub.early import check_algorithm_runs, check_names, check_prompts_last
+from headrace.engine.hub.early import check_names, check_prompts_last, load_algorithm
 from headrace.engine.hub.ports import TablePort
 from headrace.engine.hub.waits import WaitBoard
 from headrace.engine.interfaces import Algorithm, PromptSource
-from headrace.engine.plugins import load_entry_point, load_object
+from headrace.engine.plugins import load_object
 from headrace.engine.scheduling.leases import LeaseTable
 from headrace.engine.transport.reward import GrpcReward
 from headrace.engine.types import PolicyVersion, Prompt
@@ -57,9 +56,7 @@ def compose(config: Config) -> Parts:
     check_names(config)
     create_source = cast(Any, load_object("headrace.actors.prompts.create:create_source"))
     create_eval_source = cast(Any, load_object("headrace.actors.prompts.create:create_eval_source"))
-    algorithm = cast(Any, load_entry_point("headrace.algorithms", config.algorithm.name))
-    method = cast(Algorithm, algorithm(algorithm_config(config)))
-    check_algorithm_runs(config, method)
+    algorithm = load_algorithm(config)
     source = cast(PromptSource, create_source(config))
     check_prompts_last(config, source)
     return Parts(
@@ -67,7 +64,7 @@ def compose(config: Config) -> Parts:
         source=source,
         eval_prompts=cast("list[Prompt]", create_eval_source(config)),
         eval_name=config.data.task or Path(config.eval.path or config.data.path).stem or "eval",
-        algorithm=method,
+        algorithm=algorithm,
     )
 
 

@@ -6,9 +6,10 @@ A child would find the same out after its imports, and a user would wait for a m
 from typing import Any, cast
 
 from headrace.engine.config import Config
+from headrace.engine.config.resolve import algorithm_config
 from headrace.engine.errors import ConfigError
 from headrace.engine.interfaces import Algorithm, PromptSource
-from headrace.engine.plugins import load_object
+from headrace.engine.plugins import load_entry_point, load_object
 
 
 def check_names(config: Config) -> None:
@@ -29,6 +30,19 @@ def check_names(config: Config) -> None:
 
 # What the learner adds to a micro-batch by itself.
 _COLUMNS_THERE = frozenset({"reference_logprobs"})
+
+
+def load_algorithm(config: Config) -> Algorithm:
+    """The method that a run applies, made from its settings. Imports its module, which needs no torch.
+
+    Raises:
+        UsageError: There is no such method.
+        ConfigError: A setting has no effect with it or cannot be honoured, or it cannot learn in a run.
+    """
+    make = cast(Any, load_entry_point("headrace.algorithms", config.algorithm.name))
+    algorithm = cast(Algorithm, make(algorithm_config(config)))
+    check_algorithm_runs(config, algorithm)
+    return algorithm
 
 
 def check_algorithm_runs(config: Config, algorithm: Algorithm) -> None:
