@@ -36,6 +36,7 @@ __all__ = [
     "KeyframeWriter",
     "RawArray",
     "layout_hash",
+    "map_payload",
     "open_payload",
     "payload_size",
     "verify_payload",
@@ -80,7 +81,7 @@ def open_payload(update: WeightUpdate) -> Mapping[str, tuple[TensorSpec, RawArra
     """
     manifest = update.manifest
     offsets = _verify_structure(manifest)
-    mapped = _map_file(update)
+    mapped = map_payload(update)
     views: dict[str, tuple[TensorSpec, RawArray]] = {}
     for spec, offset in zip(manifest.tensors, offsets, strict=False):
         count = num_elements(spec)
@@ -89,6 +90,24 @@ def open_payload(update: WeightUpdate) -> Mapping[str, tuple[TensorSpec, RawArra
         array.flags.writeable = False
         views[spec.name] = (spec, array.reshape(spec.shape))
     return MappingProxyType(views)
+
+
+def map_payload(update: WeightUpdate) -> mmap.mmap | bytes:
+    """Map the file of an update read-only; empty bytes for an empty one. The mapping outlives the file's name.
+
+    Raises:
+        CorruptUpdateError: The file cannot be read, or has another size than the manifest says.
+    """
+    manifest = update.manifest
+    try:
+        with open(update.local_path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != manifest.payload_bytes:
+                raise CorruptUpdateError(_at(manifest, f"its file has {size} bytes, not {manifest.payload_bytes}"))
+            # A shared map, so that the workers of a host read the same pages.
+            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+    except OSError as error:
+        raise CorruptUpdateError(_at(manifest, f"{update.local_path} cannot be read: {error.strerror}")) from error
 
 
 def _at(manifest: WeightManifest, what: str) -> str:
@@ -130,22 +149,9 @@ def _verify_coverage(manifest: WeightManifest, offsets: tuple[int, ...]) -> None
             raise CorruptUpdateError(_at(manifest, f"of {spec.name!r} {count} elements are there, not all"))
 
 
-def _map_file(update: WeightUpdate) -> mmap.mmap | bytes:
-    manifest = update.manifest
-    try:
-        with open(update.local_path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != manifest.payload_bytes:
-                raise CorruptUpdateError(_at(manifest, f"its file has {size} bytes, not {manifest.payload_bytes}"))
-            # A shared map, so that the workers of a host read the same pages.
-            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
-    except OSError as error:
-        raise CorruptUpdateError(_at(manifest, f"{update.local_path} cannot be read: {error.strerror}")) from error
-
-
 @contextlib.contextmanager
 def _mapped(update: WeightUpdate) -> Generator[memoryview]:
-    mapped = _map_file(update)
+    mapped = map_payload(update)
     view = memoryview(mapped)
     try:
         yield view
