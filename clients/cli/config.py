@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     actions = parser.add_subparsers(dest="action", metavar="show|schema|check", required=True)
     show = actions.add_parser("show", help="print every key with the value that is in force, as TOML")
-    check = actions.add_parser("check", help="say whether a run would accept the settings; looks for neither model nor data")
+    check = actions.add_parser("check", help="say whether a run would accept the settings (model and data aside)")
     actions.add_parser("schema", help="print every key with its default, what it may be and what it is for")
     for action in (show, check):
         action.add_argument("file", nargs="?", type=Path, metavar="FILE", help="a TOML file; without it the defaults")

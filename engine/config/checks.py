@@ -6,6 +6,9 @@ from headrace.engine.errors import ConfigError
 # Methods whose advantage compares the samples of one prompt with each other.
 GROUP_RELATIVE = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"})
 
+# Methods whose loss is a mean over tokens or sequences unless `algorithm.normalization` says otherwise.
+WITHOUT_CONSTANT = GROUP_RELATIVE - {"dr_grpo"} | {"reinforce_plus_plus", "ppo", "distillation", "sft"}
+
 # Sources that read prompts that exist; held-out ones have to exist too.
 FILE_SOURCES = frozenset({"jsonl", "parquet", "hf"})
 
@@ -18,6 +21,7 @@ def check_relations(config: Config) -> None:
     """
     _check_staleness(config)
     _check_groups(config)
+    _check_step(config)
     _check_model(config)
     _check_reward(config)
     _check_eval(config)
@@ -46,6 +50,28 @@ def _check_groups(config: Config) -> None:
         raise ConfigError(
             f"buffer.capacity_records = {config.buffer.capacity_records} cannot hold one step's batch of {batch} "
             "records (schedule.group_size x schedule.groups_per_step); raise the capacity or make the batch smaller"
+        )
+
+
+def _check_step(config: Config) -> None:
+    algorithm, schedule = config.algorithm, config.schedule
+    own = algorithm.normalization == "auto" and algorithm.name not in WITHOUT_CONSTANT
+    if algorithm.length_constant and not own and algorithm.normalization != "constant":
+        raise ConfigError(
+            f"algorithm.length_constant = {algorithm.length_constant} has no effect with algorithm.name = "
+            f'"{algorithm.name}" and algorithm.normalization = "{algorithm.normalization}"; set normalization = '
+            '"constant", or length_constant = 0'
+        )
+    if algorithm.name == "reinforce_plus_plus" and schedule.group_size * schedule.groups_per_step == 1:
+        raise ConfigError(
+            'schedule.group_size = 1 and schedule.groups_per_step = 1 with algorithm.name = "reinforce_plus_plus" can '
+            "never learn: the method compares the samples of a step with each other; raise one of the two"
+        )
+    if config.learner.kl_target and schedule.max_staleness == 0:
+        raise ConfigError(
+            f"learner.kl_target = {config.learner.kl_target:g} with schedule.max_staleness = 0 would only raise the "
+            "learning rate: samples come from the policy that is trained, so their distance does not tell how far an "
+            "update went; set learner.kl_target = 0, or max_staleness to at least 1"
         )
 
 

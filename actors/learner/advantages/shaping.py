@@ -19,7 +19,8 @@ def check_shaping(config: ShapingConfig) -> None:
     """Refuse settings that need what is not set; to be called once, where an algorithm is made.
 
     Raises:
-        ConfigError: A ramp or a linear penalty without a length limit, or a ramp longer than the limit.
+        ConfigError: A ramp or a linear penalty without a length limit, a ramp longer than the limit, or a penalty
+            without its factor or a factor without its penalty.
     """
     limit = config.max_tokens
     if not limit and (config.overlong_tokens or config.length_penalty == "linear"):
@@ -30,6 +31,16 @@ def check_shaping(config: ShapingConfig) -> None:
         raise ConfigError(
             f"algorithm.shaping.overlong_tokens = {config.overlong_tokens} is more than the limit of {limit} tokens: "
             "it is the length of the ramp before the limit, so lower it"
+        )
+    if (config.length_penalty == "none") != (config.length_coef == 0):
+        raise ConfigError(
+            f'algorithm.shaping.length_penalty = "{config.length_penalty}" with length_coef = {config.length_coef:g} '
+            'has no effect: set both, or leave length_penalty = "none" and length_coef = 0'
+        )
+    if (config.overlong_factor == 0) if config.overlong_tokens else (config.overlong_factor != 1):
+        raise ConfigError(
+            f"algorithm.shaping.overlong_factor = {config.overlong_factor:g} with overlong_tokens = "
+            f"{config.overlong_tokens} has no effect: the ramp needs both its length and what it costs"
         )
 
 

@@ -59,3 +59,24 @@ def test_a_table_that_cannot_hold_one_batch_is_refused() -> None:
 
 def test_a_nucleus_with_importance_correction_is_allowed() -> None:
     load_config(None, [*BASE, "--rollout.top_p=0.9", "--rollout.top_k=50"])
+
+
+def test_a_constant_length_that_the_loss_does_not_read_is_refused() -> None:
+    for given in ("--algorithm.name=grpo", "--algorithm.normalization=token"):
+        assert "algorithm.length_constant = 512 has no effect" in refusal(
+            *BASE, given, "--algorithm.length_constant=512"
+        )
+    for given in ("--algorithm.name=dr_grpo", "--algorithm.normalization=constant", "--algorithm.name=mine:Own"):
+        load_config(None, [*BASE, given, "--algorithm.length_constant=512"])
+
+
+def test_a_step_of_one_sample_cannot_be_normalised_over_itself() -> None:
+    method = "--algorithm.name=reinforce_plus_plus"
+    assert "groups_per_step = 1" in refusal(*BASE, method, "--schedule.group_size=1", "--schedule.groups_per_step=1")
+    load_config(None, [*BASE, method, "--schedule.group_size=1"])
+
+
+def test_a_rate_cannot_follow_the_distance_of_on_policy_samples() -> None:
+    message = refusal(*BASE, "--learner.kl_target=0.01", "--schedule.max_staleness=0")
+    assert "learner.kl_target = 0.01" in message and "schedule.max_staleness = 0" in message
+    load_config(None, [*BASE, "--learner.kl_target=0.01"])

@@ -123,6 +123,10 @@ def test_the_order_of_answers_changes_nothing(group: list[tuple[float, int]], rn
         (ShapingConfig(overlong_tokens=5), "max_tokens is 0"),
         (ShapingConfig(length_penalty="linear", length_coef=1.0), "max_tokens is 0"),
         (ShapingConfig(overlong_tokens=11, max_tokens=10), "lower it"),
+        (ShapingConfig(length_penalty="group"), 'length_penalty = "group" with length_coef = 0 has no effect'),
+        (ShapingConfig(length_coef=0.5), 'length_penalty = "none" with length_coef = 0.5 has no effect'),
+        (ShapingConfig(overlong_factor=0.5), "overlong_factor = 0.5 with overlong_tokens = 0 has no effect"),
+        (ShapingConfig(overlong_tokens=5, max_tokens=10, overlong_factor=0.0), "overlong_factor = 0 with"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(config: ShapingConfig, sentence: str) -> None:
