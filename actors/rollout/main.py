@@ -19,7 +19,7 @@ from headrace.engine.interfaces import InferenceBackend
 from headrace.engine.transport.buffer import BufferClient
 from headrace.engine.transport.channel import open_channel
 from headrace.engine.transport.control import ControlClient, Joined, Span
-from headrace.engine.transport.weights import WeightSubscriber
+from headrace.engine.transport.weight_subscriber import WeightSubscriber
 from headrace.engine.types import AckStatus, PolicyVersion
 from headrace.v1 import control_pb2 as pb
 

@@ -66,6 +66,7 @@ class ControlHub(control_pb2_grpc.ControlServiceServicer):
             resume_from=state.resume_from,
             run_folder=str(state.reporting.folder.path),
             payload_dir=state.payload_dir,
+            agent_address=state.agent_address,
         )
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: "Context") -> pb.HeartbeatResponse:

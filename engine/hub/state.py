@@ -26,6 +26,7 @@ class HubState:
 
     Attributes:
         version: The version after the last committed step.
+        agent_address: Where receivers on this host subscribe to weights; empty where no agent was started.
         fencing_token: Of the current learner; an older one is refused.
         ended: How the run ended; empty while it goes on.
         hold_step: A step that may not begin yet (an evaluation is pinned to the version before it).
@@ -51,6 +52,7 @@ class HubState:
     fencing_token: int = 1
     resume_from: str = ""
     payload_dir: str = ""
+    agent_address: str = ""
     backend: str = ""
     ended: Ended = ""
     error: HeadraceError | None = None

@@ -47,6 +47,7 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
     resume_from: str
     run_folder: str
     payload_dir: str
+    agent_address: str = ""
 
 
 class Progress:
@@ -96,6 +97,7 @@ def joined(reply: pb.JoinResponse) -> Joined:
         resume_from=reply.resume_from,
         run_folder=reply.run_folder,
         payload_dir=reply.payload_dir,
+        agent_address=reply.agent_address,
     )
 
 

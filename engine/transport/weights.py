@@ -1,20 +1,16 @@
-"""Clients of the hub's WeightService: learner ranks publish, receivers subscribe, fetch and acknowledge."""
+"""How learner ranks publish weights; `weight_subscriber.py` is the other end."""
 
-import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-import grpc.aio
 
-from headrace.engine.errors import CorruptUpdateError, StorageError
+from headrace.engine.errors import StorageError
 from headrace.engine.transport.channel import FRAME_BYTES, open_blocking_channel
-from headrace.engine.transport.convert import version_to_proto
 from headrace.engine.transport.status import error_from_rpc
-from headrace.engine.transport.weights_convert import ack_to_proto, manifest_to_proto, update_from_proto
-from headrace.engine.types import PolicyVersion, WeightAck, WeightManifest, WeightPart, WeightUpdate
-from headrace.engine.weights.placement import open_reserved
+from headrace.engine.transport.weights_convert import manifest_to_proto
+from headrace.engine.types import WeightManifest, WeightPart, WeightUpdate
 from headrace.v1 import weights_pb2 as pb
 from headrace.v1 import weights_pb2_grpc
 
@@ -84,83 +80,6 @@ def _pieces(path: Path, manifest: WeightManifest) -> Iterator[tuple[int, bytes]]
             for offset in range(bucket.payload_offset, end, FRAME_BYTES):
                 file.seek(offset)
                 yield offset, file.read(min(FRAME_BYTES, end - offset))
-
-
-class WeightSubscriber:
-    """A receiver's line to the weight chain.
-
-    Announcements skip versions that a lagging receiver has missed: the newest is always the next.
-    """
-
-    def __init__(
-        self, channel: grpc.aio.Channel, *, run_id: str, receiver_id: str, same_host: bool, folder: Path
-    ) -> None:
-        """Prepare; `folder` receives payloads that have to be fetched."""
-        self._stub: weights_pb2_grpc.WeightServiceAsyncStub = weights_pb2_grpc.WeightServiceStub(channel)
-        self._run_id = run_id
-        self._receiver_id = receiver_id
-        self._same_host = same_host
-        self._folder = folder
-
-    async def updates(self, have: PolicyVersion | None) -> AsyncGenerator[WeightUpdate, None]:
-        """Updates to apply, one at a time, each with its payload in a file of this host. Waits for the next.
-
-        Raises:
-            ActorLostError: The hub is gone.
-            StorageError: A fetched payload does not fit the disk.
-        """
-        request = pb.SubscribeRequest(
-            run_id=self._run_id,
-            receiver_id=self._receiver_id,
-            have=None if have is None else version_to_proto(have),
-            same_host=self._same_host,
-        )
-        call = self._stub.Subscribe(request)
-        try:
-            async for message in call:
-                update = update_from_proto(message.update)
-                yield update if update.local_path else await self._fetch(update.manifest)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, "waiting for weight updates") from error
-        finally:
-            call.cancel()
-
-    async def acknowledge(self, ack: WeightAck) -> None:
-        """Tell the hub what became of an update.
-
-        Raises:
-            ActorLostError: The hub is gone.
-        """
-        request = pb.AcknowledgeRequest(run_id=self._run_id, receiver_id=self._receiver_id, ack=ack_to_proto(ack))
-        try:
-            await self._stub.Acknowledge(request, timeout=30)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, "acknowledging weights") from error
-
-    async def _fetch(self, manifest: WeightManifest) -> WeightUpdate:
-        """Stream the payload into a file of our own; bounds are checked before anything is written."""
-        path = self._folder / f"fetched-{manifest.version.incarnation}-{manifest.version.version}.bin"
-        for old in self._folder.glob("fetched-*.bin"):
-            old.unlink()
-        request = pb.FetchRequest(
-            run_id=self._run_id,
-            version=version_to_proto(manifest.version),
-            base=None if manifest.base is None else version_to_proto(manifest.base),
-        )
-        call = self._stub.Fetch(request, timeout=PUBLISH_TIMEOUT_S)
-        descriptor = open_reserved(path, manifest.payload_bytes)
-        try:
-            async for message in call:
-                if message.offset + len(message.data) > manifest.payload_bytes:
-                    raise CorruptUpdateError(
-                        f"a piece of weights {manifest.version} ends at byte {message.offset + len(message.data)} of "
-                        f"{manifest.payload_bytes}; the update is refused"
-                    )
-                await asyncio.to_thread(write_at, descriptor, message.data, message.offset, path)
-        finally:
-            call.cancel()
-            os.close(descriptor)
-        return WeightUpdate(manifest=manifest, local_path=str(path))
 
 
 def write_at(descriptor: int, data: bytes, offset: int, path: Path) -> None:

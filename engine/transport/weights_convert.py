@@ -86,6 +86,7 @@ def ack_to_proto(ack: WeightAck) -> pb.WeightAck:
         message=ack.message,
         pause_s=ack.pause_s,
         apply_s=ack.apply_s,
+        fetch_s=ack.fetch_s,
     )
 
 
@@ -102,6 +103,7 @@ def ack_from_proto(message: pb.WeightAck) -> WeightAck:
         message=message.message,
         pause_s=message.pause_s,
         apply_s=message.apply_s,
+        fetch_s=message.fetch_s,
     )
 
 

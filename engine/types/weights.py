@@ -99,6 +99,7 @@ class WeightAck(msgspec.Struct, frozen=True, kw_only=True):
         version: What the receiver serves now, whatever became of the update.
         digest: Of the state it serves; 0 where it has applied no update yet.
         pause_s: How long generation stood still.
+        fetch_s: How long the payload took to arrive; 0 where it lay on the host already.
     """
 
     version: PolicyVersion
@@ -107,3 +108,4 @@ class WeightAck(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     pause_s: float = 0.0
     apply_s: float = 0.0
+    fetch_s: float = 0.0

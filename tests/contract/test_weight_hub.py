@@ -26,7 +26,8 @@ from headrace.engine.hub.weights import WeightHub
 from headrace.engine.telemetry.run_folder import RunFolder
 from headrace.engine.transport.channel import open_channel
 from headrace.engine.transport.server import Service, serving
-from headrace.engine.transport.weights import WeightPublisher, WeightSubscriber
+from headrace.engine.transport.weight_subscriber import WeightSubscriber
+from headrace.engine.transport.weights import WeightPublisher
 from headrace.engine.transport.weights_convert import manifest_to_proto
 from headrace.engine.types import AckStatus, PolicyVersion, TensorSpec, WeightAck, WeightUpdate
 from headrace.engine.weights.keyframe import KeyframeWriter

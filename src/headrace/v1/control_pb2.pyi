@@ -114,6 +114,7 @@ class JoinResponse(_message.Message):
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     RUN_FOLDER_FIELD_NUMBER: _builtins.int
     PAYLOAD_DIR_FIELD_NUMBER: _builtins.int
+    AGENT_ADDRESS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     incarnation: _builtins.int
     config_toml: _builtins.str
@@ -125,6 +126,8 @@ class JoinResponse(_message.Message):
     run_folder: _builtins.str
     payload_dir: _builtins.str
     """A folder in this host's shared memory for weight payloads."""
+    agent_address: _builtins.str
+    """Where receivers of weights on the hub's host subscribe; empty where there is no agent, and then it is at the hub."""
     @_builtins.property
     def version(self) -> _trajectory_pb2.PolicyVersion:
         """The version that the next consumed batch starts from."""
@@ -140,10 +143,11 @@ class JoinResponse(_message.Message):
         resume_from: _builtins.str = ...,
         run_folder: _builtins.str = ...,
         payload_dir: _builtins.str = ...,
+        agent_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_toml", b"config_toml", "fencing_token", b"fencing_token", "incarnation", b"incarnation", "payload_dir", b"payload_dir", "resume_from", b"resume_from", "run_folder", b"run_folder", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_address", b"agent_address", "config_toml", b"config_toml", "fencing_token", b"fencing_token", "incarnation", b"incarnation", "payload_dir", b"payload_dir", "resume_from", b"resume_from", "run_folder", b"run_folder", "run_id", b"run_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

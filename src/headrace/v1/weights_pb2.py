@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from headrace.v1 import trajectory_pb2 as headrace_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/weights.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/v1/trajectory.proto\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\"\xd2\x01\n\x0cWeightBucket\x12\x14\n\x0ctensor_index\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\x04\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\x12-\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x1b.headrace.v1.BucketEncoding\x12\x16\n\x0epayload_offset\x18\x05 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x04\x12\x18\n\x10payload_checksum\x18\x07 \x01(\x06\x12\x16\n\x0estate_checksum\x18\x08 \x01(\x06\"\xb0\x02\n\x0eWeightManifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12(\n\x04\x62\x61se\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12%\n\x04kind\x18\x04 \x01(\x0e\x32\x17.headrace.v1.UpdateKind\x12\x13\n\x0blayout_hash\x18\x05 \x01(\x06\x12(\n\x07tensors\x18\x06 \x03(\x0b\x32\x17.headrace.v1.TensorSpec\x12*\n\x07\x62uckets\x18\x07 \x03(\x0b\x32\x19.headrace.v1.WeightBucket\x12\x15\n\rpayload_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06\x64igest\x18\t \x01(\x06\"Q\n\x0cWeightUpdate\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.WeightManifest\x12\x12\n\nlocal_path\x18\x02 \x01(\t\"q\n\x0ePublishRequest\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PublishHeaderH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.headrace.v1.WeightChunkH\x00\x42\x06\n\x04part\"\xb1\x01\n\rPublishHeader\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x11\n\tnum_ranks\x18\x02 \x01(\r\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\x12-\n\x08manifest\x18\x04 \x01(\x0b\x32\x1b.headrace.v1.WeightManifest\x12\x12\n\nlocal_path\x18\x05 \x01(\t\x12\x13\n\x0bnum_changed\x18\x06 \x01(\x04\x12\x10\n\x08\x65ncode_s\x18\x07 \x01(\x01\"+\n\x0bWeightChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"A\n\x0fPublishResponse\x12\x0e\n\x06sealed\x18\x01 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\x12\x0e\n\x06\x64\x65ltas\x18\x03 \x01(\x08\"\x84\x01\n\x10SubscribeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12(\n\x04have\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\x11\n\tsame_host\x18\x04 \x01(\x08\x12\x0e\n\x06\x64\x65ltas\x18\x05 \x01(\x08\">\n\x11SubscribeResponse\x12)\n\x06update\x18\x01 \x01(\x0b\x32\x19.headrace.v1.WeightUpdate\"\x8d\x01\n\x0c\x46\x65tchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\x16\n\x0e\x62ucket_indices\x18\x03 \x03(\r\x12(\n\x04\x62\x61se\x18\x04 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\"C\n\rFetchResponse\x12\x14\n\x0c\x62ucket_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xa3\x01\n\tWeightAck\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12&\n\x06status\x18\x02 \x01(\x0e\x32\x16.headrace.v1.AckStatus\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x0f\n\x07pause_s\x18\x05 \x01(\x01\x12\x0f\n\x07\x61pply_s\x18\x06 \x01(\x01\"^\n\x12\x41\x63knowledgeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12#\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x16.headrace.v1.WeightAck\"\x15\n\x13\x41\x63knowledgeResponse*Z\n\nUpdateKind\x12\x1b\n\x17UPDATE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14UPDATE_KIND_KEYFRAME\x10\x01\x12\x15\n\x11UPDATE_KIND_DELTA\x10\x02*\xa2\x01\n\x0e\x42ucketEncoding\x12\x1f\n\x1b\x42UCKET_ENCODING_UNSPECIFIED\x10\x00\x12\x19\n\x15\x42UCKET_ENCODING_DENSE\x10\x01\x12\x18\n\x14\x42UCKET_ENCODING_SAME\x10\x02\x12\x1d\n\x19\x42UCKET_ENCODING_GAP_VALUE\x10\x03\x12\x1b\n\x17\x42UCKET_ENCODING_GAP_ULP\x10\x04*\xa8\x01\n\tAckStatus\x12\x1a\n\x16\x41\x43K_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12\x41\x43K_STATUS_SERVING\x10\x01\x12\x19\n\x15\x41\x43K_STATUS_WRONG_BASE\x10\x02\x12\x1d\n\x19\x41\x43K_STATUS_UNKNOWN_LAYOUT\x10\x03\x12\x16\n\x12\x41\x43K_STATUS_CORRUPT\x10\x04\x12\x15\n\x11\x41\x43K_STATUS_FAILED\x10\x05\x32\xb9\x02\n\rWeightService\x12\x46\n\x07Publish\x12\x1b.headrace.v1.PublishRequest\x1a\x1c.headrace.v1.PublishResponse(\x01\x12L\n\tSubscribe\x12\x1d.headrace.v1.SubscribeRequest\x1a\x1e.headrace.v1.SubscribeResponse0\x01\x12@\n\x05\x46\x65tch\x12\x19.headrace.v1.FetchRequest\x1a\x1a.headrace.v1.FetchResponse0\x01\x12P\n\x0b\x41\x63knowledge\x12\x1f.headrace.v1.AcknowledgeRequest\x1a .headrace.v1.AcknowledgeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/weights.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/v1/trajectory.proto\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\"\xd2\x01\n\x0cWeightBucket\x12\x14\n\x0ctensor_index\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\x04\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\x12-\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x1b.headrace.v1.BucketEncoding\x12\x16\n\x0epayload_offset\x18\x05 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x04\x12\x18\n\x10payload_checksum\x18\x07 \x01(\x06\x12\x16\n\x0estate_checksum\x18\x08 \x01(\x06\"\xb0\x02\n\x0eWeightManifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12(\n\x04\x62\x61se\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12%\n\x04kind\x18\x04 \x01(\x0e\x32\x17.headrace.v1.UpdateKind\x12\x13\n\x0blayout_hash\x18\x05 \x01(\x06\x12(\n\x07tensors\x18\x06 \x03(\x0b\x32\x17.headrace.v1.TensorSpec\x12*\n\x07\x62uckets\x18\x07 \x03(\x0b\x32\x19.headrace.v1.WeightBucket\x12\x15\n\rpayload_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06\x64igest\x18\t \x01(\x06\"Q\n\x0cWeightUpdate\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.WeightManifest\x12\x12\n\nlocal_path\x18\x02 \x01(\t\"q\n\x0ePublishRequest\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PublishHeaderH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.headrace.v1.WeightChunkH\x00\x42\x06\n\x04part\"\xb1\x01\n\rPublishHeader\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x11\n\tnum_ranks\x18\x02 \x01(\r\x12\x15\n\rfencing_token\x18\x03 \x01(\x04\x12-\n\x08manifest\x18\x04 \x01(\x0b\x32\x1b.headrace.v1.WeightManifest\x12\x12\n\nlocal_path\x18\x05 \x01(\t\x12\x13\n\x0bnum_changed\x18\x06 \x01(\x04\x12\x10\n\x08\x65ncode_s\x18\x07 \x01(\x01\"+\n\x0bWeightChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"A\n\x0fPublishResponse\x12\x0e\n\x06sealed\x18\x01 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\x12\x0e\n\x06\x64\x65ltas\x18\x03 \x01(\x08\"\x93\x01\n\x10SubscribeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12(\n\x04have\x18\x03 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\x11\n\tsame_host\x18\x04 \x01(\x08\x12\x0e\n\x06\x64\x65ltas\x18\x05 \x01(\x08\x12\r\n\x05\x61gent\x18\x06 \x01(\x08\">\n\x11SubscribeResponse\x12)\n\x06update\x18\x01 \x01(\x0b\x32\x19.headrace.v1.WeightUpdate\"\x8d\x01\n\x0c\x46\x65tchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\x16\n\x0e\x62ucket_indices\x18\x03 \x03(\r\x12(\n\x04\x62\x61se\x18\x04 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\"C\n\rFetchResponse\x12\x14\n\x0c\x62ucket_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xb4\x01\n\tWeightAck\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12&\n\x06status\x18\x02 \x01(\x0e\x32\x16.headrace.v1.AckStatus\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x0f\n\x07pause_s\x18\x05 \x01(\x01\x12\x0f\n\x07\x61pply_s\x18\x06 \x01(\x01\x12\x0f\n\x07\x66\x65tch_s\x18\x07 \x01(\x01\"p\n\x12\x41\x63knowledgeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12#\n\x03\x61\x63k\x18\x03 \x01(\x0b\x32\x16.headrace.v1.WeightAck\x12\x10\n\x08\x61gent_id\x18\x04 \x01(\t\"\x15\n\x13\x41\x63knowledgeResponse*Z\n\nUpdateKind\x12\x1b\n\x17UPDATE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14UPDATE_KIND_KEYFRAME\x10\x01\x12\x15\n\x11UPDATE_KIND_DELTA\x10\x02*\xa2\x01\n\x0e\x42ucketEncoding\x12\x1f\n\x1b\x42UCKET_ENCODING_UNSPECIFIED\x10\x00\x12\x19\n\x15\x42UCKET_ENCODING_DENSE\x10\x01\x12\x18\n\x14\x42UCKET_ENCODING_SAME\x10\x02\x12\x1d\n\x19\x42UCKET_ENCODING_GAP_VALUE\x10\x03\x12\x1b\n\x17\x42UCKET_ENCODING_GAP_ULP\x10\x04*\xa8\x01\n\tAckStatus\x12\x1a\n\x16\x41\x43K_STATUS_UNSPECIFIED\x10\x00\x12\x16\n\x12\x41\x43K_STATUS_SERVING\x10\x01\x12\x19\n\x15\x41\x43K_STATUS_WRONG_BASE\x10\x02\x12\x1d\n\x19\x41\x43K_STATUS_UNKNOWN_LAYOUT\x10\x03\x12\x16\n\x12\x41\x43K_STATUS_CORRUPT\x10\x04\x12\x15\n\x11\x41\x43K_STATUS_FAILED\x10\x05\x32\xb9\x02\n\rWeightService\x12\x46\n\x07Publish\x12\x1b.headrace.v1.PublishRequest\x1a\x1c.headrace.v1.PublishResponse(\x01\x12L\n\tSubscribe\x12\x1d.headrace.v1.SubscribeRequest\x1a\x1e.headrace.v1.SubscribeResponse0\x01\x12@\n\x05\x46\x65tch\x12\x19.headrace.v1.FetchRequest\x1a\x1a.headrace.v1.FetchResponse0\x01\x12P\n\x0b\x41\x63knowledge\x12\x1f.headrace.v1.AcknowledgeRequest\x1a .headrace.v1.AcknowledgeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_UPDATEKIND']._serialized_start=1837
-  _globals['_UPDATEKIND']._serialized_end=1927
-  _globals['_BUCKETENCODING']._serialized_start=1930
-  _globals['_BUCKETENCODING']._serialized_end=2092
-  _globals['_ACKSTATUS']._serialized_start=2095
-  _globals['_ACKSTATUS']._serialized_end=2263
+  _globals['_UPDATEKIND']._serialized_start=1887
+  _globals['_UPDATEKIND']._serialized_end=1977
+  _globals['_BUCKETENCODING']._serialized_start=1980
+  _globals['_BUCKETENCODING']._serialized_end=2142
+  _globals['_ACKSTATUS']._serialized_start=2145
+  _globals['_ACKSTATUS']._serialized_end=2313
   _globals['_TENSORSPEC']._serialized_start=72
   _globals['_TENSORSPEC']._serialized_end=128
   _globals['_WEIGHTBUCKET']._serialized_start=131
@@ -55,19 +55,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUBLISHRESPONSE']._serialized_start=1073
   _globals['_PUBLISHRESPONSE']._serialized_end=1138
   _globals['_SUBSCRIBEREQUEST']._serialized_start=1141
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=1273
-  _globals['_SUBSCRIBERESPONSE']._serialized_start=1275
-  _globals['_SUBSCRIBERESPONSE']._serialized_end=1337
-  _globals['_FETCHREQUEST']._serialized_start=1340
-  _globals['_FETCHREQUEST']._serialized_end=1481
-  _globals['_FETCHRESPONSE']._serialized_start=1483
-  _globals['_FETCHRESPONSE']._serialized_end=1550
-  _globals['_WEIGHTACK']._serialized_start=1553
-  _globals['_WEIGHTACK']._serialized_end=1716
-  _globals['_ACKNOWLEDGEREQUEST']._serialized_start=1718
-  _globals['_ACKNOWLEDGEREQUEST']._serialized_end=1812
-  _globals['_ACKNOWLEDGERESPONSE']._serialized_start=1814
-  _globals['_ACKNOWLEDGERESPONSE']._serialized_end=1835
-  _globals['_WEIGHTSERVICE']._serialized_start=2266
-  _globals['_WEIGHTSERVICE']._serialized_end=2579
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=1288
+  _globals['_SUBSCRIBERESPONSE']._serialized_start=1290
+  _globals['_SUBSCRIBERESPONSE']._serialized_end=1352
+  _globals['_FETCHREQUEST']._serialized_start=1355
+  _globals['_FETCHREQUEST']._serialized_end=1496
+  _globals['_FETCHRESPONSE']._serialized_start=1498
+  _globals['_FETCHRESPONSE']._serialized_end=1565
+  _globals['_WEIGHTACK']._serialized_start=1568
+  _globals['_WEIGHTACK']._serialized_end=1748
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_start=1750
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_end=1862
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_start=1864
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_end=1885
+  _globals['_WEIGHTSERVICE']._serialized_start=2316
+  _globals['_WEIGHTSERVICE']._serialized_end=2629
 # @@protoc_insertion_point(module_scope)

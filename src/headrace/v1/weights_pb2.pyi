@@ -362,12 +362,15 @@ class SubscribeRequest(_message.Message):
     HAVE_FIELD_NUMBER: _builtins.int
     SAME_HOST_FIELD_NUMBER: _builtins.int
     DELTAS_FIELD_NUMBER: _builtins.int
+    AGENT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     receiver_id: _builtins.str
     same_host: _builtins.bool
     """The receiver shares this host's file system and takes local paths."""
     deltas: _builtins.bool
     """The receiver takes deltas; else it is sent keyframes alone."""
+    agent: _builtins.bool
+    """The receiver is an agent, which passes updates on to the receivers of its host."""
     @_builtins.property
     def have(self) -> _trajectory_pb2.PolicyVersion:
         """Absent for a receiver that has nothing of this run."""
@@ -380,10 +383,11 @@ class SubscribeRequest(_message.Message):
         have: _trajectory_pb2.PolicyVersion | None = ...,
         same_host: _builtins.bool = ...,
         deltas: _builtins.bool = ...,
+        agent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["have", b"have"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "have", b"have", "receiver_id", b"receiver_id", "run_id", b"run_id", "same_host", b"same_host"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "deltas", b"deltas", "have", b"have", "receiver_id", b"receiver_id", "run_id", b"run_id", "same_host", b"same_host"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -477,12 +481,15 @@ class WeightAck(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     PAUSE_S_FIELD_NUMBER: _builtins.int
     APPLY_S_FIELD_NUMBER: _builtins.int
+    FETCH_S_FIELD_NUMBER: _builtins.int
     status: Global___AckStatus.ValueType
     digest: _builtins.int
     message: _builtins.str
     pause_s: _builtins.float
     """How long generation stood still."""
     apply_s: _builtins.float
+    fetch_s: _builtins.float
+    """How long the payload took to arrive; 0 where it lay on the host already."""
     @_builtins.property
     def version(self) -> _trajectory_pb2.PolicyVersion: ...
     def __init__(
@@ -494,10 +501,11 @@ class WeightAck(_message.Message):
         message: _builtins.str = ...,
         pause_s: _builtins.float = ...,
         apply_s: _builtins.float = ...,
+        fetch_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "digest", b"digest", "message", b"message", "pause_s", b"pause_s", "status", b"status", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "digest", b"digest", "fetch_s", b"fetch_s", "message", b"message", "pause_s", b"pause_s", "status", b"status", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -510,8 +518,11 @@ class AcknowledgeRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     RECEIVER_ID_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
+    AGENT_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     receiver_id: _builtins.str
+    agent_id: _builtins.str
+    """The agent that hands on the answer of a receiver of its host; empty where a receiver answers for itself."""
     @_builtins.property
     def ack(self) -> Global___WeightAck: ...
     def __init__(
@@ -520,10 +531,11 @@ class AcknowledgeRequest(_message.Message):
         run_id: _builtins.str = ...,
         receiver_id: _builtins.str = ...,
         ack: Global___WeightAck | None = ...,
+        agent_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "receiver_id", b"receiver_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "agent_id", b"agent_id", "receiver_id", b"receiver_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
