@@ -30,7 +30,7 @@ from headrace.engine.hub.rollouts import Rollouts
 from headrace.engine.hub.scoring_stage import ScoringStage
 from headrace.engine.hub.services import hub_services
 from headrace.engine.hub.state import HubState
-from headrace.engine.hub.streak import FailureStreak
+from headrace.engine.hub.streak import FailureStreak, prompts_ran_out
 from headrace.engine.hub.waits import Changes, Wait, WaitBoard
 from headrace.engine.hub.weights import WeightHub
 from headrace.engine.supervision.guardian import Guardian
@@ -211,11 +211,8 @@ class Hub:
         per_step = state.config.schedule.groups_per_step
         await self._until(lambda: len(state.flow.window) < per_step, "admission", "the last whole steps", "the learner")
         if state.flow.window.step < state.config.run.steps:
-            raise NoProgressError(
-                f"the prompts ran out after {state.flow.window.step} of {state.config.run.steps} steps, with "
-                f"{len(state.flow.window)} groups left, fewer than schedule.groups_per_step = {per_step}; give more "
-                "prompts, set data.epochs = 0 to repeat them, or lower run.steps"
-            )
+            step, left = state.flow.window.step, len(state.flow.window)
+            raise prompts_ran_out(state.config, step, left, state.flow.ledger.counts().dropped)
 
     async def _evaluate(self) -> None:
         """Evaluate where it is due; ends the run after the last evaluation."""

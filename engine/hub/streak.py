@@ -8,6 +8,9 @@ Invariants:
 - Only groups that were given up count, so each stands for all its attempts.
 """
 
+from collections.abc import Mapping
+
+from headrace.engine.config import Config
 from headrace.engine.errors import HeadraceError, NoProgressError, RewardError
 from headrace.engine.types import DropReason
 
@@ -53,3 +56,23 @@ class FailureStreak:
                 return NoProgressError(f"{count} prompts in a row were dropped because they do not fit: {self._last}")
             case _:
                 return None
+
+
+def prompts_ran_out(config: Config, step: int, left: int, dropped: Mapping[DropReason, int]) -> NoProgressError:
+    """What to say when there are neither prompts nor groups for another step.
+
+    Args:
+        config: Of the run.
+        step: Steps that were trained.
+        left: Groups that are left.
+        dropped: Groups that were dropped, by reason.
+    """
+    told = ", ".join(f"{count} {reason.value}" for reason, count in dropped.items())
+    used = f"; of the prompts, these came to nothing: {told}" if told else ""
+    filtered = dropped.get(DropReason.ZERO_VARIANCE, 0)
+    remedy = ', or set algorithm.dynamic_sampling = "off" to train on groups of equal rewards too' if filtered else ""
+    return NoProgressError(
+        f"the prompts ran out after {step} of {config.run.steps} steps, with {left} groups left, fewer than "
+        f"schedule.groups_per_step = {config.schedule.groups_per_step}{used}; give more prompts, set data.epochs = 0 "
+        f"to repeat them, or lower run.steps{remedy}"
+    )

@@ -44,3 +44,18 @@ def test_dynamic_filter_bounded_a_reward_that_is_always_the_same_ends_the_run_wi
     assert line.startswith("error: 6 groups in a row were filtered because they teach nothing")
     assert "every reward of the run so far was 1" in line and "algorithm.dynamic_sampling_rounds" in line
     train.assert_nothing_is_left()
+
+
+def test_prompts_that_run_out_because_groups_were_replaced_end_the_run_with_that_reason(train: Train) -> None:
+    """Eight prompts are enough for four steps of two groups, and half of them teach nothing."""
+    train.write_prompts([{"prompt": [n + 1, 2, 3], "answer": n} for n in range(8)])
+    train.write_reward(HALF_TEACH)
+    train.start_learner()
+    options = ("--algorithm.dynamic_sampling=on", "--algorithm.dynamic_sampling_rounds=20", "--data.epochs=1")
+    ended = train.run("--run.steps=4", *options)
+    assert ended.code == 1, (ended, train.log())
+    (line,) = ended.err.splitlines()
+    assert line.startswith("error: the prompts ran out after 2 of 4 steps, with 0 groups left")
+    assert "4 zero_variance" in line and 'algorithm.dynamic_sampling = "off"' in line and "data.epochs = 0" in line
+    assert len(train.rows()) == 2
+    train.assert_nothing_is_left()

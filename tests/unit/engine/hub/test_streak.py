@@ -1,5 +1,6 @@
+from headrace.engine.config import Config
 from headrace.engine.errors import NoProgressError, RewardError
-from headrace.engine.hub.streak import FailureStreak
+from headrace.engine.hub.streak import FailureStreak, prompts_ran_out
 from headrace.engine.types import DropReason
 
 
@@ -28,3 +29,11 @@ def test_long_prompts_are_given_more_patience_and_stale_groups_do_not_count() ->
     ends = [streak.dropped(DropReason.PROMPT_TOO_LONG) for _ in range(1000)]
     assert ends[:-1] == [None] * 999
     assert isinstance(ends[-1], NoProgressError)
+
+
+def test_prompts_that_ran_out_tell_how_many_came_to_nothing() -> None:
+    plain = str(prompts_ran_out(Config(), 3, 1, {}))
+    assert plain.startswith("the prompts ran out after 3 of ") and "with 1 groups left" in plain
+    assert "came to nothing" not in plain and "dynamic_sampling" not in plain
+    filtered = str(prompts_ran_out(Config(), 3, 1, {DropReason.ZERO_VARIANCE: 7, DropReason.STALE: 2}))
+    assert "7 zero_variance, 2 stale" in filtered and 'set algorithm.dynamic_sampling = "off"' in filtered
