@@ -3,6 +3,7 @@
 """Weight deltas inside a real vLLM: its parameters are, bit for bit, those of an engine that loaded the checkpoint."""
 
 import gc
+import importlib
 import os
 import warnings
 from collections.abc import Generator
@@ -116,9 +117,9 @@ _SIZES = {
 def build_model(folder: Path, kind: str) -> Path:
     """A random bfloat16 checkpoint in which no tensor is constant."""
     import torch
-    import transformers
 
-    config: Any = {
+    transformers: Any = importlib.import_module("transformers")
+    config = {
         "llama": lambda: transformers.LlamaConfig(**_SIZES, num_key_value_heads=2, tie_word_embeddings=False),
         "qwen2": lambda: transformers.Qwen2Config(**_SIZES, num_key_value_heads=2, tie_word_embeddings=False),
         "qwen3": lambda: transformers.Qwen3Config(

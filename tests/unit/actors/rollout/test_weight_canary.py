@@ -50,7 +50,8 @@ class Model(torch.nn.Module):
 
     def reload(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.load(weights.items())
-        for layer in self.layers:
+        layers: list[Any] = list(self.layers)
+        for layer in layers:
             if hasattr(layer, "pack"):
                 layer.pack()
 
