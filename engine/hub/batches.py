@@ -191,8 +191,6 @@ class HubBuffer:
             sharing_hidden_size=sharing_hidden_size,
         )
         state.tokens_by_step[lease.step + 1] = sum(len(s.trajectory.response_token_ids) for s in batch.samples)
-        skipped = len(batch.samples) - len(batch.records)
-        state.reporting.parts.add("groups/zero_variance", skipped / config.schedule.group_size)
         return batch
 
     async def commit(self, table: str, step: int, token: int, skipped: bool) -> PolicyVersion:
@@ -212,6 +210,7 @@ class HubBuffer:
         batch = self._batches.pop(token)
         state.progressed()
         state.reporting.parts.add("actor/skipped", float(skipped))
+        state.reporting.parts.add("groups/zero_variance", batch.num_without_credit)
         state.num_updates += not skipped and any(sample.advantage for sample in batch.samples)
         try:
             state.reporting.trained_on(step, batch.samples)

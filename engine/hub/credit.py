@@ -85,6 +85,12 @@ class Batch:
     max_lag: int
     samples: Sequence[Sample]
 
+    @property
+    def num_without_credit(self) -> int:
+        """Groups that teach nothing, whether or not their samples take a forward pass."""
+        groups = {sample.trajectory.group_id for sample in self.samples}
+        return len(groups - {sample.trajectory.group_id for sample in self.samples if sample.advantage})
+
 
 def raw_rewards(headers: Sequence[RecordHeader], values: Sequence[float]) -> ScoredRewards:
     """One whole group with the scorer's values."""

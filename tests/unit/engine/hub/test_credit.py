@@ -107,3 +107,11 @@ def test_a_batch_without_any_credit_still_has_one_pass_on_each_rank() -> None:
     batch = build_batch([group_of("a", [1.0, 1.0], [0.0, 0.0])], step=5, lease_token=9, config=config, algorithm=method)
     assert [len(rank.micro_batches) for rank in batch.plan.ranks] == [1, 1, 1]
     assert batch.plan.num_loss_tokens == 5
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_groups_without_credit_are_counted_also_where_they_take_a_forward_pass(skips: bool) -> None:
+    method = HalvedAndCentred(AlgorithmTraits(skips_zero_credit=skips))
+    groups = [group_of("a", [1.0, 1.0], [0.0, 0.0]), group_of("b", [0.0, 1.0, 2.0], [-1.0, 0.0, 1.0])]
+    batch = build_batch(groups, step=5, lease_token=9, config=Config(), algorithm=method)
+    assert batch.num_without_credit == 1
