@@ -1,6 +1,7 @@
-"""The ranks of the FSDP tests: python fsdp_rank.py SCENARIO RANK NUM_RANKS MODEL_DIR FOLDER; RANK may be 0-LAST.
+"""The ranks of the FSDP tests: python fsdp_rank.py SCENARIO RANK NUM_RANKS MODEL_DIR FOLDER, for one of them.
 
-Each rank writes its report and its log into the folder.
+Without arguments it reads "SCENARIO NUM_RANKS MODEL_DIR FOLDER" in lines, forks a process for each rank, and says in a
+line how they ended. Each rank writes its report and its log into the folder.
 """
 
 import json
@@ -132,10 +133,7 @@ def poison(trainer: FsdpTrainer, rank: int, num_ranks: int, folder: Path) -> dic
 
 
 def all_ranks(scenario: str, num_ranks: int, model_dir: Path, folder: Path) -> int:
-    """Fork a process for each rank, so that torch is imported once for all; ends them when one fails.
-
-    Nothing but imports has happened in this process; the product itself forks nowhere.
-    """
+    """Fork a process for each rank, and end them all when one fails; returns 1 then."""
     pids: set[int] = set()
     for rank in range(num_ranks):
         pid = os.fork()
@@ -143,7 +141,7 @@ def all_ranks(scenario: str, num_ranks: int, model_dir: Path, folder: Path) -> i
             log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, sys.stderr.fileno())
             rank_main(scenario, rank, num_ranks, model_dir, folder)
-            return 0
+            sys.exit()
         pids.add(pid)
     while pids:
         pid, status = os.wait()
@@ -182,8 +180,17 @@ def rank_main(scenario: str, rank: int, num_ranks: int, model_dir: Path, folder:
     (folder / f"report-{rank}").write_text(json.dumps(report))
 
 
+def serve() -> None:
+    """Nothing but imports happens in this process, once for all ranks; the product itself forks nowhere."""
+    from transformers import LlamaForCausalLM  # noqa: F401  # imported when it is first named
+
+    for line in sys.stdin:
+        scenario, num_ranks, *paths = line.split()
+        print(all_ranks(scenario, int(num_ranks), *map(Path, paths)), flush=True)
+
+
 if __name__ == "__main__":
-    scenario, ranks, num_ranks, *paths = sys.argv[1:]
-    if "-" in ranks:
-        sys.exit(all_ranks(scenario, int(num_ranks), *map(Path, paths)))
-    rank_main(scenario, int(ranks), int(num_ranks), *map(Path, paths))
+    if sys.argv[1:]:
+        rank_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]))
+    else:
+        serve()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,32 @@ from headrace.engine.weights.payload import open_payload, verify_payload
 RANK = Path(__file__).with_name("fsdp_rank.py")
 
 
-def run_ranks(num_ranks: int, scenario: str, model_dir: Path, folder: Path) -> list[dict[str, Any]]:
-    """Run `scenario` in that many processes, and return what each wrote."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "meet").unlink(missing_ok=True)
-    argv = [sys.executable, str(RANK), scenario, f"0-{num_ranks - 1}", str(num_ranks), str(model_dir), str(folder)]
-    parent = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    try:
-        output, _ = parent.communicate(timeout=250)
-    finally:
+RunRanks = Callable[[int, str, Path, Path], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def run_ranks() -> Iterator[RunRanks]:
+    """Runs a scenario in so many processes, and returns what each wrote."""
+    parent = subprocess.Popen(
+        [sys.executable, str(RANK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert parent.stdin is not None and parent.stdout is not None
+    ask, answers = parent.stdin, parent.stdout
+
+    def run(num_ranks: int, scenario: str, model_dir: Path, folder: Path) -> list[dict[str, Any]]:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "meet").unlink(missing_ok=True)
+        ask.write(f"{scenario} {num_ranks} {model_dir} {folder}\n")
+        ask.flush()
+        answer = answers.readline()
+        logs = [(folder / f"log-{rank}").read_text() for rank in range(num_ranks)]
+        assert answer == "0\n", "\n".join(logs)
+        return [json.loads((folder / f"report-{rank}").read_text()) | {"log": logs[rank]} for rank in range(num_ranks)]
+
+    with parent:
+        yield run
         with contextlib.suppress(ProcessLookupError):
             os.killpg(parent.pid, signal.SIGKILL)
-        parent.wait()
-    logs = [(folder / f"log-{rank}").read_text() for rank in range(num_ranks)]
-    assert parent.returncode == 0, "\n".join([output, *logs])
-    return [json.loads((folder / f"report-{rank}").read_text()) | {"log": logs[rank]} for rank in range(num_ranks)]
 
 
 def start_rank(scenario: str, rank: int, num_ranks: int, model_dir: Path, folder: Path) -> "subprocess.Popen[str]":
@@ -47,7 +59,9 @@ def start_rank(scenario: str, rank: int, num_ranks: int, model_dir: Path, folder
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[dict[str, Any]]]]:
+def reports(
+    run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, tuple[Path, list[dict[str, Any]]]]:
     """Two steps on 1, 2 and 3 ranks, all from the same model; 1 and 3 then go on from the checkpoint of 2."""
     model_dir = build_tiny_model(tmp_path_factory.mktemp("model"), "llama", tied=True)
     found = {}
@@ -118,7 +132,9 @@ def test_a_checkpoint_of_two_ranks_resumes_on_another_number_of_ranks(
 
 
 @pytest.mark.timeout(300)
-def test_nonfinite_grad_of_one_rank_skips_the_step_on_both_and_a_streak_ends_the_run(tmp_path: Path) -> None:
+def test_nonfinite_grad_of_one_rank_skips_the_step_on_both_and_a_streak_ends_the_run(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
     model_dir = build_tiny_model(tmp_path / "model", "llama", tied=True)
     ranks = run_ranks(2, "poison", model_dir, tmp_path / "run")
     for report in ranks:
@@ -130,7 +146,9 @@ def test_nonfinite_grad_of_one_rank_skips_the_step_on_both_and_a_streak_ends_the
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_atomic_checkpoint_a_killed_rank_costs_at_most_the_checkpoint_being_saved(tmp_path: Path) -> None:
+def test_atomic_checkpoint_a_killed_rank_costs_at_most_the_checkpoint_being_saved(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
     """K-022: of two ranks that save for ever one is killed; the other is ended as a supervisor would do it."""
     model_dir, folder = build_tiny_model(tmp_path / "model", "llama", tied=True), tmp_path / "run"
     folder.mkdir()
