@@ -7,7 +7,7 @@ from headrace.engine.errors import ConfigError
 GROUP_RELATIVE = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"})
 
 # Methods whose loss is a mean over tokens or sequences unless `algorithm.normalization` says otherwise.
-WITHOUT_CONSTANT = GROUP_RELATIVE - {"dr_grpo"} | {"reinforce_plus_plus", "ppo", "distillation", "sft"}
+WITHOUT_CONSTANT = GROUP_RELATIVE - {"dr_grpo"} | {"reinforce_plus_plus", "ppo", "distillation", "dpo", "sft"}
 
 # Sources that read prompts that exist; held-out ones have to exist too.
 FILE_SOURCES = frozenset({"jsonl", "parquet", "hf"})

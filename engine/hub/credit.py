@@ -5,6 +5,7 @@ Invariants:
 - Every sample of a lease counts in the batch's totals, also those that take no forward pass.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.config import Config
+from headrace.engine.errors import InputError
 from headrace.engine.interfaces import Algorithm
 from headrace.engine.records import decode_column, decode_trajectory, encode_column
 from headrace.engine.scheduling.batch_plan import PlanItem, plan_batch
@@ -153,7 +155,8 @@ def build_batch(
         sharing_hidden_size: Of a trainer's model that computes the prompt of a group once; 0: it cannot.
 
     Raises:
-        InputError: The algorithm does not take the rewards of the batch.
+        InputError: The algorithm does not take the rewards of the batch, or needs a group in one micro-batch that is
+            larger than `learner.token_budget`.
     """
     traits = algorithm.traits
     raw = [raw_rewards([r.header for r in group], [_scalar(r.columns["reward"]) for r in group]) for group in groups]
@@ -190,6 +193,8 @@ def build_batch(
         share_prompts=sharing_hidden_size > 0,
         hidden_size=sharing_hidden_size or None,
     )
+    if traits.whole_groups:
+        _refuse_divided(plan, items, config)
     return Batch(
         lease_token=lease_token,
         plan=BatchPlan(
@@ -214,6 +219,20 @@ def _plan_item(header: RecordHeader) -> PlanItem:
         num_loss_tokens=header.num_loss_tokens,
         num_prompt_tokens=header.num_prompt_tokens,
     )
+
+
+def _refuse_divided(plan: BatchPlan, items: Sequence[PlanItem], config: Config) -> None:
+    """A loss over whole groups would take a part of one for the whole."""
+    groups = {item.record_id: item.group_id for item in items}
+    micro_batches = [part for rank in plan.ranks for part in rank.micro_batches]
+    seen = Counter(name for part in micro_batches for name in {groups[record] for record in part.record_ids})
+    divided = [name for name, count in seen.items() if count > 1]
+    if divided:
+        size = sum(item.num_tokens for item in items if item.group_id == divided[0])
+        raise InputError(
+            f'group {divided[0]!r} has {size} tokens and algorithm.name = "{config.algorithm.name}" needs it in one '
+            f"micro-batch, but learner.token_budget = {config.learner.token_budget}: raise it to at least {size}"
+        )
 
 
 def _padding(num_ranks: int) -> tuple[RankPlan, ...]:

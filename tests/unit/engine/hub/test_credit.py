@@ -8,6 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from headrace.engine.config import Config
+from headrace.engine.errors import InputError
 from headrace.engine.hub.credit import (
     LeasedRecord,
     assign_credit,
@@ -115,3 +116,19 @@ def test_groups_without_credit_are_counted_also_where_they_take_a_forward_pass(s
     groups = [group_of("a", [1.0, 1.0], [0.0, 0.0]), group_of("b", [0.0, 1.0, 2.0], [-1.0, 0.0, 1.0])]
     batch = build_batch(groups, step=5, lease_token=9, config=Config(), algorithm=method)
     assert batch.num_without_credit == 1
+
+
+def test_a_method_of_whole_groups_never_gets_a_part_of_one() -> None:
+    """Two samples of 6 and 7 tokens: together they need a budget of 13."""
+    method = HalvedAndCentred(AlgorithmTraits(whole_groups=True))
+    for budget, allowed in ((12, False), (13, True)):
+        learner = msgspec.structs.replace(Config().learner, token_budget=budget)
+        config = msgspec.structs.replace(Config(), learner=learner)
+        groups = [group_of("a", [0.0, 1.0], [-1.0, 1.0])]
+        if allowed:
+            build_batch(groups, step=5, lease_token=9, config=config, algorithm=method)
+        else:
+            with pytest.raises(
+                InputError, match=r"'a' has 13 tokens .* learner.token_budget = 12: raise it to at least 13"
+            ):
+                build_batch(groups, step=5, lease_token=9, config=config, algorithm=method)
