@@ -118,9 +118,9 @@ class DeltaReceiver:
             with set_current_vllm_config(self._config), torch.no_grad():
                 message = act()
             return [int(AckStatus.SERVING), message, self.digest]
-        except CorruptUpdateError as error:
+        except (CorruptUpdateError, msgspec.MsgspecError) as error:
             return [int(AckStatus.CORRUPT), str(error), self.digest]
-        except (WeightUpdateError, msgspec.MsgspecError) as error:
+        except WeightUpdateError as error:
             status = AckStatus.UNKNOWN_LAYOUT if self._scatter is None else AckStatus.FAILED
             return [int(status), str(error), self.digest]
         except Exception as error:
