@@ -79,11 +79,15 @@ class _Step:
 
 
 class ChangeLog:
-    """The newest steps of one state."""
+    """The newest steps of one state.
+
+    Attributes:
+        limit_bytes: Kept at most, about; counts from the next step on.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
-        """Keep about `limit_bytes` at most."""
-        self._limit = limit_bytes
+        """Nothing is known before `begin`."""
+        self.limit_bytes = limit_bytes
         self._steps: deque[_Step] = deque()
         self._digests: dict[PolicyVersion, int] = {}
         self._newest: PolicyVersion | None = None
@@ -133,7 +137,7 @@ class ChangeLog:
         self._num_bytes += num_bytes
         self._newest = version
         self._digests[version] = digest
-        while self._num_bytes > self._limit and len(self._steps) > 1:
+        while self._num_bytes > self.limit_bytes and len(self._steps) > 1:
             gone = self._steps.popleft()
             self._num_bytes -= gone.num_bytes
             del self._digests[gone.base]

@@ -110,16 +110,21 @@ class Shadow:
                 for index, view in enumerate(self._views):
                     writer.write(index, 0, view)
                 manifest = writer.manifest()
-            if manifest.digest != self.digest:
-                version, self.version = self.version, None
-                raise CorruptUpdateError(
-                    f"the host's copy of version {version} has the digest {manifest.digest:016x} instead of "
-                    f"{self.digest:016x}; it is given up for a keyframe"
-                )
+            self._compare(manifest.digest)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
         return WeightUpdate(manifest=manifest, local_path=str(path))
+
+    def audit(self) -> None:
+        """Prove that the copy still has its digest. Reads all of it.
+
+        Raises:
+            CorruptUpdateError: It does not; it is given up.
+        """
+        if self.version is not None:
+            digest = sum(state_digest(index, 0, view) for index, view in enumerate(self._views) if len(view))
+            self._compare(digest % DIGEST_MODULUS)
 
     def close(self) -> None:
         """Unmap and remove the copy. May be called twice."""
@@ -129,6 +134,14 @@ class Shadow:
             with contextlib.suppress(BufferError):  # a view that is still held keeps the map
                 mapped.close()
             self._path.unlink(missing_ok=True)
+
+    def _compare(self, found: int) -> None:
+        if found != self.digest:
+            version, self.version = self.version, None
+            raise CorruptUpdateError(
+                f"the host's copy of version {version} has the digest {found:016x} instead of {self.digest:016x}; it "
+                "is given up for a keyframe"
+            )
 
     # Whole states
 

@@ -182,6 +182,17 @@ def test_a_state_that_is_written_out_is_what_a_receiver_takes_as_a_keyframe(tmp_
     assert receiver.version == version(1)
 
 
+def test_an_audit_finds_a_damaged_copy(tmp_path: Path) -> None:
+    sender, shadow = PlainSender(1), Shadow(tmp_path / "shadow")
+    shadow.audit()
+    shadow.apply(published(sender, 0, tmp_path))
+    shadow.audit()
+    shadow.read(1, 5, 1)[0] ^= 1
+    with pytest.raises(CorruptUpdateError, match="given up"):
+        shadow.audit()
+    assert shadow.version is None
+
+
 def test_a_copy_that_was_damaged_is_found_and_given_up(tmp_path: Path) -> None:
     sender, shadow = PlainSender(1), Shadow(tmp_path / "shadow")
     shadow.apply(published(sender, 0, tmp_path))
