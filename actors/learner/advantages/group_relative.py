@@ -26,7 +26,8 @@ def is_zero_variance(rewards: npt.ArrayLike) -> bool:
     values = np.asarray(rewards, dtype=np.float64)
     if values.size < 2:
         return True
-    return bool(np.ptp(values) <= _EQUAL * np.max(np.abs(values)))
+    with np.errstate(over="ignore"):  # an infinite distance is above 0 too
+        return bool(np.ptp(values) <= _EQUAL * np.max(np.abs(values)))
 
 
 def group_relative_advantages(rewards: npt.ArrayLike, *, normalize_std: bool = True) -> npt.NDArray[np.float32]:
@@ -48,7 +49,8 @@ def group_relative_advantages(rewards: npt.ArrayLike, *, normalize_std: bool = T
     # Scaled first, so that neither the mean nor the squares of huge rewards overflow.
     scale = np.max(np.abs(values)) if normalize_std else 1.0
     centred = values / scale
-    centred -= centred.mean()
+    with np.errstate(over="ignore"):  # as_credit tells
+        centred -= centred.mean()
     if normalize_std:
         centred /= np.sqrt(np.sum(centred**2) / (values.size - 1))
     return as_credit(centred)

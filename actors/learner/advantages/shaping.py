@@ -56,7 +56,8 @@ def shape_rewards(raw_rewards: npt.ArrayLike, lengths: npt.ArrayLike, config: Sh
         float64 [G], always a new array.
 
     Raises:
-        InputError: The group is empty, a reward is not finite, or the lengths do not fit the rewards.
+        InputError: The group is empty, a reward is not finite or overflows when it is scaled, or the lengths do not fit
+            the rewards.
         ConfigError: As in `check_shaping`.
     """
     check_shaping(config)
@@ -64,7 +65,13 @@ def shape_rewards(raw_rewards: npt.ArrayLike, lengths: npt.ArrayLike, config: Sh
     tokens = np.asarray(lengths, dtype=np.int64)
     if tokens.shape != raw.shape or bool((tokens < 0).any()):
         raise InputError(f"{tokens.size} lengths were given for {raw.size} rewards: give one a reward, none negative")
-    shaped = clip_and_scale(raw, clip=config.reward_clip, scale=config.reward_scale)
+    with np.errstate(over="ignore"):
+        shaped = clip_and_scale(raw, clip=config.reward_clip, scale=config.reward_scale)
+    if not np.isfinite(shaped).all():
+        raise InputError(
+            f"a reward of {np.max(np.abs(raw)):g} with algorithm.shaping.reward_scale = {config.reward_scale:g} is "
+            "more than a float holds: lower it, or set algorithm.shaping.reward_clip"
+        )
     if config.overlong_tokens:
         shaped = shaped + overlong_penalty(
             tokens, max_tokens=config.max_tokens, ramp_tokens=config.overlong_tokens, factor=config.overlong_factor

@@ -97,3 +97,11 @@ def test_credit_follows_its_sample_under_any_order(rewards: list[int], rng: obje
     rng.shuffle(order)  # type: ignore[attr-defined]
     shuffled = group_relative_advantages([rewards[i] for i in order])
     assert shuffled == pytest.approx(group_relative_advantages(rewards)[order], abs=1e-6)
+
+
+@pytest.mark.parametrize("rewards", [[1e308, 1.7e308], [1.7e308, -1.7e308]])
+def test_rewards_near_the_end_of_float64_are_refused_in_words_and_without_a_warning(rewards: list[float]) -> None:
+    sign = -1.0 if rewards[0] < rewards[1] else 1.0
+    assert group_relative_advantages(rewards) == pytest.approx([sign * 0.5**0.5, -sign * 0.5**0.5])
+    with pytest.raises(InputError, match=r"does not fit into float32: lower algorithm\.shaping\.reward_scale"):
+        group_relative_advantages(rewards, normalize_std=False)

@@ -146,3 +146,8 @@ def test_a_ramp_as_long_as_the_limit_is_allowed() -> None:
 def test_groups_outside_the_domain_are_refused(rewards: list[float], lengths: list[int]) -> None:
     with pytest.raises(InputError):
         shape_rewards(rewards, lengths, ShapingConfig())
+
+
+def test_a_scale_that_overflows_is_refused_with_its_name() -> None:
+    with pytest.raises(InputError, match=r"reward_scale = 1e\+300 .* lower it, or set algorithm\.shaping\.reward_clip"):
+        shape_rewards([1e10, 0.0], [3, 3], ShapingConfig(reward_scale=1e300))
