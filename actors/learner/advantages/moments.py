@@ -66,17 +66,24 @@ class Moments(msgspec.Struct, frozen=True, kw_only=True):
         return cls(weight=weight, mean=mean, spread=spread, largest=largest)
 
     def merge(self, other: "Moments") -> "Moments":
-        """Moments of both sets together."""
+        """Moments of both sets together.
+
+        Raises:
+            InputError: They lie so far apart that the square of the distance overflows.
+        """
         if not self.weight:
             return other
         if not other.weight:
             return self
         weight = self.weight + other.weight
         gap = other.mean - self.mean
+        spread = self.spread + other.spread + gap * gap * self.weight * other.weight / weight
+        if not math.isfinite(spread):  # an infinite deviation would make everything 0 from now on
+            raise InputError(f"the square of the distance {gap:g} of two means overflows: scale the values down first")
         return Moments(
             weight=weight,
             mean=self.mean + gap * other.weight / weight,
-            spread=self.spread + other.spread + gap * gap * self.weight * other.weight / weight,
+            spread=spread,
             largest=max(self.largest, other.largest),
         )
 

@@ -104,3 +104,8 @@ def test_without_centring_values_are_only_scaled() -> None:
 def test_moments_outside_the_domain_are_refused(values: list[float], weights: list[float] | None) -> None:
     with pytest.raises(InputError):
         Moments.of(values, weights)
+
+
+def test_sets_too_far_apart_are_refused_instead_of_an_infinite_deviation() -> None:
+    with pytest.raises(InputError, match="scale the values down"):
+        Moments.of([1e200]).merge(Moments.of([-1e200]))
