@@ -15,6 +15,7 @@
         ├── RewardError           a scorer failed in a way that the run's policy does not absorb
         ├── WeightUpdateError     an update was refused or failed; the old version is still served
         │   ├── WrongBaseError    a delta against a version that the receiver does not hold
+        │   ├── UnknownLayoutError    it has other tensors than the served model, or it cannot be written there
         │   └── CorruptUpdateError    checksums, layout or extent do not agree
         ├── NonFiniteStreakError  too many steps in a row with non-finite gradients
         ├── StoppedError          the run is ending; not a failure of the one who hears it
@@ -87,6 +88,10 @@ class WeightUpdateError(RunError):
 
 class WrongBaseError(WeightUpdateError):
     """A delta names a base version that the receiver does not hold."""
+
+
+class UnknownLayoutError(WeightUpdateError):
+    """An update has other tensors than the served model, or of a kind that cannot be changed while it serves."""
 
 
 class CorruptUpdateError(WeightUpdateError):

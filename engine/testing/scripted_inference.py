@@ -18,11 +18,10 @@ import numpy as np
 from headrace.engine.clock import Clock, SystemClock
 from headrace.engine.errors import (
     ActorLostError,
-    CorruptUpdateError,
     InputError,
+    UnknownLayoutError,
     UsageError,
     WeightUpdateError,
-    WrongBaseError,
 )
 from headrace.engine.testing.request_slots import RequestSlots, RequestState
 from headrace.engine.testing.scripts import FixedLength, Script, constant_script, random_script
@@ -38,6 +37,9 @@ from headrace.engine.types import (
     WeightAck,
     WeightUpdate,
 )
+from headrace.engine.weights.change_update import ServedState, open_change_update, refusal_status
+from headrace.engine.weights.changes import check_change
+from headrace.engine.weights.layout import num_elements
 from headrace.engine.weights.payload import verify_payload
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -86,15 +88,13 @@ class ScriptedInferenceBackend:
         self._chunk_s = tokens_per_chunk / tokens_per_s if tokens_per_s else 0.0
         self._tokens_per_chunk = tokens_per_chunk
         self._max_context_tokens = max_context_tokens
-        self._version = version
+        self._served = ServedState(version=version)
         self._apply_s = apply_s
         self._clock = clock or SystemClock()
         self._sleep = sleep
         self._slots = RequestSlots(max_running)
         self._applying = asyncio.Lock()
         self._num_tokens = 0
-        self._digest = 0
-        self._layout_hash: int | None = None
         self._paused = False
         self._started = False
         self._closed = False
@@ -158,8 +158,9 @@ class ScriptedInferenceBackend:
     async def apply(self, update: WeightUpdate) -> WeightAck:
         """Serve the update's version, or say why not. Updates are applied one after the other.
 
-        The payload of a keyframe is verified where the update names a file (this blocks the loop for its reading); an
-        update without a path is believed. Cancelling while the update is applied leaves the old version.
+        The payload of a keyframe is verified where the update names a file (this blocks the loop for its reading); a
+        keyframe without a path is believed. Deltas come as change files. Cancelling while the update is applied leaves
+        the old version.
         """
         async with self._applying:
             begin = self._clock.monotonic()
@@ -169,17 +170,25 @@ class ScriptedInferenceBackend:
                 failure, self._apply_failure = self._apply_failure, None
                 if failure is not None:
                     raise WeightUpdateError(failure)
-            except (WeightUpdateError, ActorLostError) as error:
-                status, message = _status_of(error), str(error)
+            except WeightUpdateError as error:
+                status, message = refusal_status(error), str(error)
+            except ActorLostError as error:
+                status, message = AckStatus.FAILED, str(error)
             else:
                 status, message = AckStatus.SERVING, ""
-                self._version = update.manifest.version
-                self._digest = update.manifest.digest
-                self._layout_hash = update.manifest.layout_hash
+                manifest = update.manifest
+                self._served = ServedState(
+                    version=manifest.version, digest=manifest.digest, layout_hash=manifest.layout_hash
+                )
             took_s = self._clock.monotonic() - begin
         self._slots.wake_all()
         return WeightAck(
-            version=self._version, status=status, digest=self._digest, message=message, pause_s=took_s, apply_s=took_s
+            version=self._served.version,
+            status=status,
+            digest=self._served.digest,
+            message=message,
+            pause_s=took_s,
+            apply_s=took_s,
         )
 
     async def state(self) -> EngineState:
@@ -187,7 +196,7 @@ class ScriptedInferenceBackend:
         return EngineState(
             model="scripted",
             backend="scripted",
-            policy_version=self._version,
+            policy_version=self._served.version,
             num_running=self._slots.num_running,
             num_waiting=self._slots.num_waiting,
             max_context_tokens=self._max_context_tokens,
@@ -204,8 +213,8 @@ class ScriptedInferenceBackend:
             raise ActorLostError("the scripted backend has been closed")
         if not self._started:
             raise UsageError("the scripted backend has not been started; await start() first")
-        if self._version < request.min_version:
-            raise WeightUpdateError(f"version {request.min_version} was asked for; {self._version} is served")
+        if self._served.version < request.min_version:
+            raise WeightUpdateError(f"version {request.min_version} was asked for; {self._served.version} is served")
         num_tokens = len(request.token_ids) + request.sampling.max_tokens
         if num_tokens > self._max_context_tokens:
             raise InputError(
@@ -217,11 +226,14 @@ class ScriptedInferenceBackend:
         manifest = update.manifest
         if self._closed:
             raise ActorLostError("the scripted backend has been closed")
-        if manifest.kind is UpdateKind.DELTA and manifest.base != self._version:
-            raise WrongBaseError(f"the delta's base is {manifest.base}; {self._version} is served")
-        if self._layout_hash is not None and manifest.layout_hash != self._layout_hash:
-            raise _UnknownLayoutError("the update's layout is not that of the weights that are served")
-        if manifest.kind is UpdateKind.KEYFRAME and update.local_path:
+        if manifest.kind is UpdateKind.DELTA:
+            sizes = {spec.name: num_elements(spec) for spec in manifest.tensors}
+            for change in open_change_update(update, self._served):
+                check_change(change, sizes.get(change.name, 0))
+            return
+        if self._served.layout_hash and manifest.layout_hash != self._served.layout_hash:
+            raise UnknownLayoutError("the update's layout is not that of the weights that are served")
+        if update.local_path:
             verify_payload(update)
 
     def _stands_still(self) -> bool:
@@ -239,20 +251,8 @@ class ScriptedInferenceBackend:
 
     def _chunk(self, tokens: Sequence[int], logprobs: Sequence[float], reason: FinishReason) -> TokenChunk:
         return TokenChunk(
-            token_ids=tuple(tokens), logprobs=tuple(logprobs), policy_version=self._version, finish_reason=reason
+            token_ids=tuple(tokens), logprobs=tuple(logprobs), policy_version=self._served.version, finish_reason=reason
         )
-
-
-class _UnknownLayoutError(CorruptUpdateError):
-    """Told apart from damage by its own ack status."""
-
-
-def _status_of(error: Exception) -> AckStatus:
-    if isinstance(error, WrongBaseError):
-        return AckStatus.WRONG_BASE
-    if isinstance(error, _UnknownLayoutError):
-        return AckStatus.UNKNOWN_LAYOUT
-    return AckStatus.CORRUPT if isinstance(error, CorruptUpdateError) else AckStatus.FAILED
 
 
 def _cut(script: Sequence[int], request: GenerateRequest) -> tuple[list[int], FinishReason]:

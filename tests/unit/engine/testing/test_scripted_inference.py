@@ -1,6 +1,7 @@
 """The scripted backend keeps every rule of a backend, and the check finds those that do not."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from headrace.engine.types import (
     PolicyVersion,
     SamplingParams,
     TokenChunk,
+    UpdateKind,
     WeightAck,
     WeightUpdate,
 )
@@ -57,7 +59,7 @@ def _long_script(**settings: object) -> ScriptedInferenceBackend:
 
 
 async def test_the_scripted_backend_conforms(tmp_path: Path) -> None:
-    case = InferenceCase(make_update=_updates(tmp_path), quiet_s=0.01, timeout_s=5)
+    case = InferenceCase(make_update=_updates(tmp_path), deltas=True, quiet_s=0.01, timeout_s=5)
     await check_inference_backend(_long_script, case)
     await check_inference_backend(lambda: _long_script(tokens_per_s=20_000.0, tokens_per_chunk=3, apply_s=0.01), case)
 
@@ -77,7 +79,7 @@ class _StampsTheStart(ScriptedInferenceBackend):
     """Every token carries the version at which its request began."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        began = self._version
+        began = self._served.version
         async for chunk in super().generate(request):
             yield msgspec.structs.replace(chunk, policy_version=began)
 
@@ -93,8 +95,23 @@ class _BreaksOnBadUpdates(ScriptedInferenceBackend):
 class _MovesTheVersionFirst(ScriptedInferenceBackend):
     async def apply(self, update: WeightUpdate) -> WeightAck:
         ack = await super().apply(update)
-        self._version = update.manifest.version
+        self._served = dataclasses.replace(self._served, version=update.manifest.version)
         return ack
+
+
+class _TakesAnyBase(ScriptedInferenceBackend):
+    async def apply(self, update: WeightUpdate) -> WeightAck:
+        far = update.manifest.base is not None and update.manifest.base > self._served.version
+        if update.manifest.base is not None and not far:
+            self._served = dataclasses.replace(self._served, version=update.manifest.base)
+        return await super().apply(update)
+
+
+class _TakesNoDeltas(ScriptedInferenceBackend):
+    async def apply(self, update: WeightUpdate) -> WeightAck:
+        if update.manifest.kind is UpdateKind.DELTA:
+            return WeightAck(version=self._served.version, status=AckStatus.UNKNOWN_LAYOUT)
+        return await super().apply(update)
 
 
 class _IgnoresMinVersion(ScriptedInferenceBackend):
@@ -132,6 +149,8 @@ class _LosesLogprobs(ScriptedInferenceBackend):
         (_StampsTheStart, "new version"),
         (_BreaksOnBadUpdates, "must not raise; RuntimeError"),
         (_MovesTheVersionFirst, "the old version must be served"),
+        (_TakesAnyBase, "from an old base must be WRONG_BASE"),
+        (_TakesNoDeltas, "must be acknowledged as SERVING, not UNKNOWN_LAYOUT"),
         (_IgnoresMinVersion, "must raise WeightUpdateError"),
         (_KeepsGenerating, "between pause and resume"),
         (_LeaksCancelled, "must free the request"),
@@ -144,7 +163,7 @@ async def test_the_check_finds_a_broken_backend(
     def factory() -> InferenceBackend:
         return broken(random_script(FixedLength(num_tokens=64)), max_running=2)
 
-    case = InferenceCase(make_update=_updates(tmp_path), quiet_s=0.01, timeout_s=0.2)
+    case = InferenceCase(make_update=_updates(tmp_path), deltas=True, quiet_s=0.01, timeout_s=0.2)
     with pytest.raises(AssertionError, match=sentence):
         await check_inference_backend(factory, case)
 
