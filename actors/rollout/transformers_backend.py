@@ -1,6 +1,6 @@
 # pyright: basic
 # torch and transformers are typed only in part.
-"""Generation by transformers, for machines without vLLM: batched, with full weight updates in flight.
+"""Generation by transformers, for machines without vLLM: batched, with weight updates in flight.
 
 The event loop never waits for torch: `transformers_loop.py` runs in a thread of its own.
 """
@@ -15,7 +15,7 @@ import torch
 from headrace.actors.rollout.checkpoint import check_context, check_request
 from headrace.actors.rollout.transformers_loop import GenerationLoop, Sample
 from headrace.engine.config.schema import Config
-from headrace.engine.errors import CorruptUpdateError, HeadraceError, RunError
+from headrace.engine.errors import HeadraceError, RunError, WeightUpdateError
 from headrace.engine.types import (
     AckStatus,
     EngineState,
@@ -24,11 +24,10 @@ from headrace.engine.types import (
     PauseMode,
     PolicyVersion,
     TokenChunk,
-    UpdateKind,
     WeightAck,
     WeightUpdate,
 )
-from headrace.engine.weights.payload import verify_payload
+from headrace.engine.weights.change_update import refusal_status
 
 
 class TransformersBackend:
@@ -41,6 +40,7 @@ class TransformersBackend:
         self._config = config
         self._model_dir = model_dir
         self._loop = GenerationLoop(config, model_dir, version)
+        self._updating = asyncio.Lock()
 
     @classmethod
     def from_config(cls, config: Config, model_dir: Path, *, version: PolicyVersion) -> "TransformersBackend":
@@ -100,27 +100,20 @@ class TransformersBackend:
         await self._loop.call(self._loop.resume)
 
     async def apply(self, update: WeightUpdate) -> WeightAck:
-        """Serve a full update, or go on serving the old version and say why; see `InferenceBackend.apply`.
+        """Serve an update, full or a change file, or say why not; see `InferenceBackend.apply`.
 
-        Generation goes on while the payload is verified and stands still while it is copied.
+        Generation goes on while the update is verified and prepared, and stands still while it is stored. Cancelling
+        the caller does not stop an update that is under way. After FAILED with the digest 0 nothing is served until a
+        full update succeeds; after any other refusal the old version is.
         """
-        if update.manifest.kind is not UpdateKind.KEYFRAME:
-            return self._loop.ack(AckStatus.WRONG_BASE, "This backend takes full updates; send a keyframe.")
-        try:
-            await asyncio.to_thread(verify_payload, update)
-        except CorruptUpdateError as error:
-            return self._loop.ack(AckStatus.CORRUPT, str(error))
-        try:
-            return await self._loop.call(lambda: self._loop.load_update(update))
-        except RunError as error:
-            return self._loop.ack(AckStatus.FAILED, str(error))
+        return await asyncio.shield(asyncio.ensure_future(self._apply(update)))
 
     async def state(self) -> EngineState:
         """What the backend serves and how busy it is."""
         return EngineState(
             model=str(self._model_dir),
             backend="transformers",
-            policy_version=self._loop.version,
+            policy_version=self._loop.served.version,
             num_running=self._loop.num_running,
             num_waiting=self._loop.num_waiting,
             max_context_tokens=self._config.model.max_context_tokens,
@@ -130,3 +123,13 @@ class TransformersBackend:
     async def close(self) -> None:
         """End the worker thread and every request (finish ABORTED). May be called twice."""
         await asyncio.to_thread(self._loop.close)
+
+    async def _apply(self, update: WeightUpdate) -> WeightAck:
+        async with self._updating:
+            try:
+                staged = await asyncio.to_thread(self._loop.stage, update)
+                return await self._loop.call(lambda: self._loop.store(update, staged))
+            except WeightUpdateError as error:
+                return self._loop.ack(refusal_status(error), str(error))
+            except RunError as error:
+                return self._loop.ack(AckStatus.FAILED, str(error))

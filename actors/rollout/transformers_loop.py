@@ -4,7 +4,8 @@
 
 Invariants:
 - This thread owns the model, the batch, the version and the paused flag; everything else asks it through commands,
-  which it runs between two iterations. So no iteration sees two versions.
+  which it runs between two iterations. So no iteration sees two versions. Deltas are prepared elsewhere, which reads
+  the parameters only.
 - A sample ends exactly once: with a finish reason, or with an error.
 """
 
@@ -19,17 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from headrace.actors.models import load_tokenizer
-from headrace.actors.rollout.checkpoint import end_token_ids, layout_difference
+from headrace.actors.rollout.checkpoint import end_token_ids
 from headrace.actors.rollout.transformers_batch import DecodeBatch, Row, Sampled
+from headrace.actors.rollout.transformers_weights import ModuleWeights
+from headrace.actors.rollout.weight_scatter import StagedUpdate
 from headrace.engine.config.hardware import model_dtype
 from headrace.engine.config.schema import Config
-from headrace.engine.errors import ActorLostError, CorruptUpdateError, HeadraceError, RunError, WeightUpdateError
+from headrace.engine.errors import ActorLostError, HeadraceError, RunError, WeightUpdateError
 from headrace.engine.types import AckStatus, FinishReason, PauseMode, PolicyVersion, TokenChunk, WeightAck, WeightUpdate
-from headrace.engine.weights.payload import open_payload
+from headrace.engine.weights.change_update import ServedState, refusal_status
 
 T = TypeVar("T")
 
@@ -48,15 +50,14 @@ class Sample(Row):
 
 
 class GenerationLoop:
-    """A worker thread with a model, and the commands that reach it. `version` and the counters may be read anywhere."""
+    """A worker thread with a model, and the commands that reach it. `served` and the counters may be read anywhere."""
 
     def __init__(self, config: Config, model_dir: Path, version: PolicyVersion) -> None:
-        self.version = version
+        self.served = ServedState(version=version)
         self.num_tokens = 0
         self._config = config
         self._model_dir = model_dir
         self._end_ids = end_token_ids(model_dir)
-        self._digest = 0
         self._broken = ""
         self._paused = False
         self._closing = False
@@ -65,7 +66,7 @@ class GenerationLoop:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._batch: DecodeBatch | None = None
-        self._model: Any = None
+        self._weights: ModuleWeights | None = None
         self._tokenizer: Any = None
 
     @property
@@ -119,6 +120,17 @@ class GenerationLoop:
     def _check_running(self) -> None:
         if self._closing or self._thread is None:
             raise ActorLostError("The backend is not running; it was closed or never started.")
+
+    def stage(self, update: WeightUpdate) -> StagedUpdate | None:
+        """Verify an update, and prepare it if it is a delta; blocks, in any thread, while the model generates.
+
+        Raises:
+            ActorLostError: The thread is not running.
+            WeightUpdateError: The update is refused; see `ModuleWeights.stage`.
+        """
+        if self._weights is None:
+            raise ActorLostError("The backend is not running; it was never started.")
+        return self._weights.stage(update, self.served)
 
     # What follows runs in the worker thread.
 
@@ -180,11 +192,11 @@ class GenerationLoop:
                 continue
             if self._broken:
                 sample.send(WeightUpdateError(self._broken))
-            elif self.version < sample.request.min_version:
+            elif self.served.version < sample.request.min_version:
                 sample.send(
                     WeightUpdateError(
                         f"Request {sample.request.request_id} needs version {sample.request.min_version}; "
-                        f"this backend serves {self.version}."
+                        f"this backend serves {self.served.version}."
                     )
                 )
             else:
@@ -198,7 +210,7 @@ class GenerationLoop:
                 TokenChunk(
                     token_ids=(item.token_id,),
                     logprobs=(item.logprob,),
-                    policy_version=self.version,
+                    policy_version=self.served.version,
                     finish_reason=item.finish_reason,
                 )
             )
@@ -208,7 +220,9 @@ class GenerationLoop:
         if self._batch:
             self._batch.remove(self._batch.rows)
         self._waiting.clear()
-        aborted = TokenChunk(token_ids=(), logprobs=(), policy_version=self.version, finish_reason=FinishReason.ABORTED)
+        aborted = TokenChunk(
+            token_ids=(), logprobs=(), policy_version=self.served.version, finish_reason=FinishReason.ABORTED
+        )
         for row in rows:
             _sample_of(row).send(aborted)
 
@@ -231,34 +245,30 @@ class GenerationLoop:
             )
         except Exception as error:
             raise RunError(f"{self._model_dir} could not be loaded: {type(error).__name__}: {error}") from error
-        self._model = model.to(device).eval()
-        self._batch = DecodeBatch(self._model, self._end_ids)
+        model = model.to(device).eval()
+        self._weights = ModuleWeights(model)
+        self._batch = DecodeBatch(model, self._end_ids)
 
-    def load_update(self, update: WeightUpdate) -> WeightAck:
-        """Copy a verified full update into the parameters and move the version, or change nothing and say why."""
+    def store(self, update: WeightUpdate, staged: StagedUpdate | None) -> WeightAck:
+        """Store what `stage` has prepared, or load a full update, and move the version; or say why not."""
+        assert self._weights is not None
         started = time.monotonic()
-        parameters = dict(self._model.named_parameters())
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        reason = layout_difference(update.manifest, shapes)
-        if reason:
-            return self.ack(AckStatus.UNKNOWN_LAYOUT, reason)
+        manifest = update.manifest
         try:
-            payload = open_payload(update)
-            with torch.no_grad():
-                for name, (spec, raw) in payload.items():
-                    # Copied, because torch has no read-only tensors.
-                    bits = torch.from_numpy(raw.view(np.int16 if raw.itemsize == 2 else np.int32).copy())
-                    parameters[name].copy_(bits.view(getattr(torch, spec.dtype)))
-        except CorruptUpdateError as error:
-            return self.ack(AckStatus.CORRUPT, str(error))
+            if staged is None:
+                self._weights.load(update)
+            else:
+                self._weights.apply(staged)
+        except WeightUpdateError as error:
+            return self.ack(refusal_status(error), str(error))
         except Exception as error:
-            self._digest = 0
+            self.served = ServedState(version=self.served.version)
             self._broken = f"Nothing is served after a failed update, until a full update succeeds: {error}"
             self._end_all()
             return self.ack(AckStatus.FAILED, self._broken)
-        self.version, self._digest, self._broken = update.manifest.version, update.manifest.digest, ""
-        taken_s = time.monotonic() - started
-        return self.ack(AckStatus.SERVING, "", taken_s)
+        self.served = ServedState(version=manifest.version, digest=manifest.digest, layout_hash=manifest.layout_hash)
+        self._broken = ""
+        return self.ack(AckStatus.SERVING, "", time.monotonic() - started)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of ids; loads the tokenizer the first time."""
@@ -269,9 +279,9 @@ class GenerationLoop:
     def ack(self, status: AckStatus, message: str, taken_s: float = 0.0) -> WeightAck:
         """An acknowledgement that names what is served now."""
         return WeightAck(
-            version=self.version,
+            version=self.served.version,
             status=status,
-            digest=self._digest,
+            digest=self.served.digest,
             message=message,
             pause_s=taken_s,
             apply_s=taken_s,

@@ -16,6 +16,7 @@ from headrace.actors.tiny import build_tiny_model
 from headrace.engine.config.schema import Config, ModelConfig, RolloutConfig
 from headrace.engine.errors import ActorLostError, ConfigError, UsageError
 from headrace.engine.testing.check_inference import InferenceCase, check_inference_backend
+from headrace.engine.testing.delta_samples import flipped_signs, make_change_update, make_keyframe, state_of
 from headrace.engine.types import (
     AckStatus,
     FinishReason,
@@ -74,7 +75,7 @@ async def collect(stream: AsyncGenerator[TokenChunk]) -> list[TokenChunk]:
 
 
 async def test_every_rule_of_inference_backends_holds(folder: Path, tmp_path: Path) -> None:
-    case = InferenceCase(long_tokens=200, make_update=lambda version: update_of(folder, tmp_path, version))
+    case = InferenceCase(long_tokens=200, make_update=lambda version: update_of(folder, tmp_path, version), deltas=True)
     await check_inference_backend(lambda: backend_of(folder), case)
 
 
@@ -113,6 +114,33 @@ async def test_tied_embeddings_after_an_update_greedy_tokens_are_those_of_the_ne
     await backend.close()
     expected = load(folder, 1).generate(torch.tensor([PROMPT]), max_new_tokens=10, do_sample=False)
     assert [chunk.token_ids[0] for chunk in chunks] == expected[0, len(PROMPT) :].tolist()
+
+
+async def test_a_delta_in_flight_gives_what_a_full_update_gives_and_moves_the_version_there(
+    folder: Path, tmp_path: Path
+) -> None:
+    changed, whole = backend_of(folder), backend_of(folder)
+    base = update_of(folder, tmp_path, PolicyVersion(0, 1))
+    state = flipped_signs(state_of(base))
+    delta = make_change_update(base, state, PolicyVersion(0, 2), tmp_path / "delta")
+    full = make_keyframe(base, state, PolicyVersion(0, 2), tmp_path / "full")
+    for backend in (changed, whole):  # transformers loads one model of a process at a time
+        await backend.start()
+    assert (await changed.apply(base)).status is AckStatus.SERVING
+    stream = changed.generate(request("r", max_tokens=60, seed=1))
+    chunks = [await anext(stream) for _ in range(10)]
+    acks = await changed.apply(delta), await whole.apply(full)
+    assert {(ack.status, ack.version, ack.digest) for ack in acks} == {
+        (AckStatus.SERVING, PolicyVersion(0, 2), full.manifest.digest)
+    }
+    chunks += await collect(stream)
+    versions = [chunk.policy_version.version for chunk in chunks]
+    fence = versions.index(2)
+    assert versions == [1] * fence + [2] * (60 - fence)
+    asked = request("same", max_tokens=20, seed=2)
+    assert await collect(changed.generate(asked)) == await collect(whole.generate(asked))
+    await changed.close()
+    await whole.close()
 
 
 async def test_version_on_success_an_unknown_layout_changes_nothing(folder: Path, tmp_path: Path) -> None:
