@@ -11,7 +11,8 @@ Invariants:
 - A failure of one group ends that group, not the worker; a failure of the engine ends the worker.
 - An update that waits for what is sampled does not wait for groups that came after it: they wait for the update.
 - After an update that has failed in the engine no group is begun until one is served: it would only fail, and lose an
-  attempt. Updates that were refused before they touched the engine hold nothing back.
+  attempt. Updates that were refused before they touched the engine, or were taken back (the ack then has the digest of
+  what is served), hold nothing back.
 """
 
 import asyncio
@@ -75,7 +76,7 @@ class RolloutWorker:
         self._idle.set()
         self._admitting = asyncio.Event()
         self._admitting.set()
-        self._is_broken = False  # the last update that reached the engine has failed
+        self._is_broken = False  # the last update that reached the engine has left it without a whole state
         self._fatal: BaseException | None = None
         self._end_stream: Callable[[], object] = lambda: None
 
@@ -130,7 +131,7 @@ class RolloutWorker:
             started_s = self._clock.wall()
             ack = await self._backend.apply(update)
             if ack.status in (AckStatus.SERVING, AckStatus.FAILED):
-                self._is_broken = ack.status is AckStatus.FAILED
+                self._is_broken = ack.status is AckStatus.FAILED and not ack.digest
             self._on_span(
                 Span(track="weights", name=f"v{update.manifest.version}", start_s=started_s, end_s=self._clock.wall())
             )

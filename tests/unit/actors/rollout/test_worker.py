@@ -46,6 +46,7 @@ class GatedEngine:
 
     Attributes:
         answers: What becomes of the next updates; SERVING when there is none.
+        digest: Of what is served after a failure; 0 for a mixture.
         refusal: Raised for every request, if set.
     """
 
@@ -54,6 +55,7 @@ class GatedEngine:
         self.asked: asyncio.Queue[str] = asyncio.Queue()
         self.gates: dict[str, asyncio.Event] = {}
         self.answers: list[AckStatus] = []
+        self.digest = 0
         self.refusal: Exception | None = None
 
     def open(self, request_id: str) -> None:
@@ -75,7 +77,7 @@ class GatedEngine:
     async def apply(self, update: WeightUpdate) -> WeightAck:
         status = self.answers.pop(0) if self.answers else AckStatus.SERVING
         if status is not AckStatus.SERVING:
-            return WeightAck(version=self.serving, status=status, digest=0)
+            return WeightAck(version=self.serving, status=status, digest=self.digest)
         self.serving = update.manifest.version
         return WeightAck(version=self.serving, status=AckStatus.SERVING, digest=0)
 
@@ -239,6 +241,15 @@ async def test_after_an_update_that_failed_in_the_engine_groups_wait_for_one_tha
         assert engine.asked.empty() and hub.ended.empty()
         assert (await bench.worker.apply(update(V1))).version == V1
         assert {await asyncio.wait_for(engine.asked.get(), 30) for _ in range(2)} == {"a/0/0", "b/0/0"}
+
+
+@pytest.mark.timeout(120)
+async def test_a_delta_that_failed_and_was_taken_back_holds_nothing_back(tmp_path: Path) -> None:
+    async with working(tmp_path) as bench:
+        bench.engine.answers, bench.engine.digest = [AckStatus.FAILED], 5
+        await bench.worker.apply(update(V1))
+        bench.hub.send("a")
+        assert await asyncio.wait_for(bench.engine.asked.get(), 30) == "a/0/0"
 
 
 @pytest.mark.timeout(120)
