@@ -30,6 +30,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 OpaqueModule = Callable[[str, torch.nn.Module], str]
 # Reads one tensor of the checkpoint that the model was loaded from, whole.
 ReadTensor = Callable[[str], torch.Tensor]
+Select = slice | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +163,7 @@ def build_weight_map(
     )
 
 
-def remap(regions: tuple[Region, ...], positions: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def remap(regions: tuple[Region, ...], positions: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, Select]]:
     """Translate sorted checkpoint positions into places in the model.
 
     Args:
@@ -170,8 +171,8 @@ def remap(regions: tuple[Region, ...], positions: torch.Tensor) -> Iterator[tupl
         positions: int64 [K], strictly increasing; on the device where the result is wanted.
 
     Yields:
-        For each region with any: the storage's index, int64 [k] indices into it, int64 [k] that selects the
-        same elements from `positions`.
+        For each region with any: the storage's index, int64 [k] indices into it, and what selects the same elements
+        from `positions`: a slice, or int64 [k].
     """
     if not len(positions):
         return
@@ -182,8 +183,7 @@ def remap(regions: tuple[Region, ...], positions: torch.Tensor) -> Iterator[tupl
             continue
         near = positions[low:high]
         if region.is_run:
-            select = torch.arange(low, high, device=positions.device)
-            yield region.storage, near + (region.target_offset - region.source_offset), select
+            yield region.storage, near + (region.target_offset - region.source_offset), slice(low, high)
             continue
         rest = near - region.source_offset
         target = torch.full_like(rest, region.target_offset)

@@ -108,9 +108,18 @@ _SIZES = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
     "initializer_range": 0.1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+}
+
+
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
+    "qwen2": ("Qwen2Config", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
+    "qwen3": ("Qwen3Config", {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}),
+    "gemma3": ("Gemma3TextConfig", {"num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64},
+    ),
 }
 
 
@@ -119,25 +128,8 @@ def build_model(folder: Path, kind: str) -> Path:
     import torch
 
     transformers: Any = importlib.import_module("transformers")
-    config = {
-        "llama": lambda: transformers.LlamaConfig(**_SIZES, num_key_value_heads=2, tie_word_embeddings=False),
-        "qwen2": lambda: transformers.Qwen2Config(**_SIZES, num_key_value_heads=2, tie_word_embeddings=False),
-        "qwen3": lambda: transformers.Qwen3Config(
-            **_SIZES, num_key_value_heads=1, head_dim=32, tie_word_embeddings=True
-        ),
-        "gemma3": lambda: transformers.Gemma3TextConfig(
-            **_SIZES, num_key_value_heads=2, head_dim=32, sliding_window=64, tie_word_embeddings=True
-        ),
-        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-            **_SIZES,
-            num_key_value_heads=2,
-            head_dim=32,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            tie_word_embeddings=False,
-        ),
-    }[kind]()
+    name, own = _KINDS[kind]
+    config = getattr(transformers, name)(**_SIZES, **own)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         auto: Any = transformers.AutoModelForCausalLM
