@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import grpc.aio
 
+from headrace.clients.engine_publisher import EnginePublisher
 from headrace.clients.run_events import event_from_proto
 from headrace.engine.config import Config, check_config, effective_toml
 from headrace.engine.errors import ActorLostError, DeadlineError, HeadraceError
@@ -30,6 +31,7 @@ from headrace.engine.supervision.guardian import Guardian
 from headrace.engine.telemetry.events import RunEvent, RunResult, RunStatus
 from headrace.engine.transport.channel import open_channel
 from headrace.engine.transport.status import error_from_rpc
+from headrace.engine.transport.tensor_publisher import TensorLike
 from headrace.v1 import control_pb2 as pb
 from headrace.v1 import control_pb2_grpc
 
@@ -56,6 +58,7 @@ class Engine:
         self._sockets: Path | None = None
         self._following: asyncio.Task[RunResult] | None = None
         self._failed_to_start = False
+        self._publisher = EnginePublisher(config)
 
     @property
     def run_folder(self) -> Path:
@@ -117,6 +120,7 @@ class Engine:
             await asyncio.wait({self._following}, timeout=1.0)
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
+        self._publisher.close()
         if self._channel is not None:
             channel, self._channel = self._channel, None
             await channel.close()
@@ -124,6 +128,15 @@ class Engine:
         if self._guardian is not None:
             guardian, self._guardian = self._guardian, None
             await asyncio.to_thread(guardian.close)
+
+    async def publish(self, tensors: Mapping[str, TensorLike], version: int) -> bool:
+        """Publish weights that were trained elsewhere; see `TrainerClient.publish_tensors` for arguments and errors.
+
+        Waits until the hub has them. Cancelling does not withdraw them: a thread sends them to the end.
+        """
+        if self._channel is None:
+            raise ActorLostError("the run was stopped; no weights are taken any more")
+        return await self._publisher.publish(self._stub(), self.hub_address, tensors, version)
 
     async def events(self) -> AsyncIterator[RunEvent]:
         """All events from now on; ends after the status that says how the run ended. May be read before entering."""

@@ -6,13 +6,14 @@
             ...  # train on client.samples(batch)
             if rank == 0:
                 client.commit(step, batch.lease_token)
-            client.publish(update)  # this rank's part of the new weights
+            client.publish_tensors(model.state_dict(), step + 1)  # or publish(part), with several ranks
 
 The engine runs with `learner.launch = "external"`; `Engine.hub_address` says where its hub listens. All ranks see the
 same lease and plan; each gets its own records. A process that dies gives its lease back when its successor joins.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import msgspec
@@ -22,8 +23,12 @@ from headrace.engine.records import decode_column, decode_trajectory
 from headrace.engine.transport.buffer_take import TakenBatch
 from headrace.engine.transport.control import BlockingControlClient, Joined, Span
 from headrace.engine.transport.learner import LearnerClient
+from headrace.engine.transport.tensor_publisher import TensorLike, TensorPublisher, run_publisher
+from headrace.engine.transport.weights import WeightPublisher
 from headrace.engine.types import PolicyVersion, Trajectory, WeightUpdate
 from headrace.v1 import control_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 
 class TrainingSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -52,6 +57,7 @@ class TrainerClient:
         self._control = BlockingControlClient(hub_address, pb.ROLE_LEARNER, member_id or f"learner-{rank}")
         self._run: Joined | None = None
         self._line: LearnerClient | None = None
+        self._tensors: tuple[WeightPublisher, TensorPublisher] | None = None
 
     def __enter__(self) -> Self:
         """Join the run; blocks for at most 30 s.
@@ -133,6 +139,38 @@ class TrainerClient:
         """
         return self._hub.publish(part)
 
+    def publish_tensors(self, tensors: Mapping[str, TensorLike], version: int) -> bool:
+        """Publish a whole state from a single rank; what changed since the last one travels. Blocks until it is there.
+
+        Args:
+            tensors: Under the checkpoint's names, tied ones once: numpy arrays, tensors of any framework, or the name
+                of the element type and the bits, as ("bfloat16", uint16 array). They are copied.
+            version: Steps that the weights have been trained, as `commit` counts them.
+
+        Returns:
+            Whether the version exists now.
+
+        Raises:
+            ConfigError: `learner.num_ranks` is not 1.
+            InputError: A tensor cannot be published.
+            WeightUpdateError: A newer version is published.
+            FencedError: A successor has taken over.
+            StorageError: There is no room for the payload.
+        """
+        run = self.run
+        if self._tensors is None:
+            self._tensors = run_publisher(
+                self._address,
+                run_id=run.run_id,
+                fencing_token=run.fencing_token,
+                payload_dir=run.payload_dir,
+                run_folder=run.run_folder,
+                num_ranks=run.config.learner.num_ranks,
+                keyframe_steps=run.config.weights.keyframe_steps,
+                say=log.warning,
+            )
+        return self._tensors[1].publish(tensors, PolicyVersion(run.incarnation, version))
+
     def report(self, step: int, metrics: dict[str, float], spans: Sequence[Span] = ()) -> None:
         """Finish the row of a step in metrics.jsonl, on one rank; `step` counts finished steps.
 
@@ -147,6 +185,9 @@ class TrainerClient:
         if self._line is not None:
             self._line.close()
             self._line = None
+        if self._tensors is not None:
+            self._tensors[0].close()
+            self._tensors = None
         self._control.close()
 
     @property

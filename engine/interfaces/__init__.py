@@ -8,7 +8,15 @@ Asynchronous methods that wait say so; cancelling the awaiting task withdraws th
 
 from headrace.engine.interfaces.data import Environment, EnvironmentStep, PromptSource, Sampler, TableView
 from headrace.engine.interfaces.inference import InferenceBackend, Reward, TokenScorer
-from headrace.engine.interfaces.learning import Algorithm, GroupRewards, LossInputs, LossOutput, TrainerBackend
+from headrace.engine.interfaces.learning import (
+    Algorithm,
+    GroupRewards,
+    LossInputs,
+    LossOutput,
+    OverlappedTrainer,
+    StagedUpdate,
+    TrainerBackend,
+)
 
 __all__ = [
     "Algorithm",
@@ -18,9 +26,11 @@ __all__ = [
     "InferenceBackend",
     "LossInputs",
     "LossOutput",
+    "OverlappedTrainer",
     "PromptSource",
     "Reward",
     "Sampler",
+    "StagedUpdate",
     "TableView",
     "TokenScorer",
     "TrainerBackend",

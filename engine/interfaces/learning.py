@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from headrace.engine.types import AlgorithmTraits, MicroBatch, PolicyVersion, StepBatch, StepResult, WeightUpdate
+from headrace.engine.types import (
+    AlgorithmTraits,
+    MicroBatch,
+    PolicyVersion,
+    StepBatch,
+    StepResult,
+    WeightUpdate,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +42,16 @@ class TrainerBackend(Protocol):
         ...
 
     def export_update(self, since: PolicyVersion | None, payload_dir: Path) -> WeightUpdate:
-        """Write this rank's part of the current state as an update; `since` None asks for a keyframe."""
+        """Write this rank's part of the current state as an update.
+
+        Args:
+            since: The version of the last exported update, if the hub took it: a delta may start from it. None asks
+                for a keyframe, which is a right answer to any other, too; but all ranks give the same.
+            payload_dir: Where the payload's file goes; the hub removes it when nobody needs it any more.
+
+        Raises:
+            StorageError: There is no room in `payload_dir`.
+        """
         ...
 
     def save(self, folder: Path) -> None:
@@ -52,6 +68,42 @@ class TrainerBackend(Protocol):
 
     def close(self) -> None:
         """Leave the process group. May be called twice."""
+        ...
+
+
+class StagedUpdate(Protocol):
+    """One version, copied, so that it can be written while the trainer goes on. Not collective."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """What the update leads to."""
+        ...
+
+    def write(self, payload_dir: Path, *, full: bool = False) -> WeightUpdate:
+        """Write this rank's part; may be repeated, with another folder or in full. Blocks; runs in any thread.
+
+        A `WeightPart` tells the hub what the update cost, besides.
+
+        Args:
+            payload_dir: As for `export_update`.
+            full: As a keyframe, because the delta was refused.
+
+        Raises:
+            StorageError: There is no room in `payload_dir`.
+        """
+        ...
+
+    def settle(self, *, accepted: bool) -> None:
+        """Say whether the hub took what was written last; frees what is not needed any more."""
+        ...
+
+
+@runtime_checkable
+class OverlappedTrainer(Protocol):
+    """What a `TrainerBackend` offers besides if its updates are to be published while the next step runs."""
+
+    def stage_update(self, since: PolicyVersion | None) -> StagedUpdate:
+        """Copy the current state. Collective; blocks for the copy. `since` as for `export_update`."""
         ...
 
 

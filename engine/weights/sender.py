@@ -35,17 +35,18 @@ from headrace.engine.weights.planes import BucketPlanes, diff_bucket
 from headrace.engine.weights.ulp import RawArray
 
 # A flat array that can be cut: numpy's, or a tensor.
-Array = TypeVar("Array", bound="Any")
+Array = TypeVar("Array", bound=Any)
+ReadArray = TypeVar("ReadArray", bound=Any, contravariant=True)
 
 
-class Bits(Protocol[Array]):
+class Bits(Protocol[ReadArray]):
     """What the sender needs of arrays on some device. Both block until the device is done."""
 
-    def diff(self, base: Array, new: Array, *, name_id: int, start: int) -> BucketPlanes:
+    def diff(self, base: ReadArray, new: ReadArray, *, name_id: int, start: int) -> BucketPlanes:
         """The planes of a bucket, as `planes.diff_bucket`."""
         ...
 
-    def on_host(self, array: Array) -> RawArray:
+    def on_host(self, array: ReadArray) -> RawArray:
         """The elements' bits in the host's memory, flat, uint16 or uint32."""
         ...
 
