@@ -13,8 +13,8 @@ Invariants:
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Generic, TypeVar
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Generic, TypeVar
 
 Batch = TypeVar("Batch")
 
@@ -40,11 +40,15 @@ class BatchesAhead(Generic[Batch]):
         self._train_s = train_s
         self._asked: tuple[int, Future[Batch]] | None = None
 
-    def get(self, step: int) -> Batch:
+    def get(self, step: int, beside: Future[Any] | None = None) -> Batch:
         """Wait for the batch of `step`, and ask for the next one. Steps must be consecutive.
 
+        Args:
+            step: Its number.
+            beside: Other work under way, without which no batch may come; ends the wait if it fails.
+
         Raises:
-            HeadraceError: What taking it raised.
+            HeadraceError: What taking it raised, or the work beside it.
         """
         if self._asked is None:
             batch = self._take(step, self._wait_s)
@@ -52,6 +56,8 @@ class BatchesAhead(Generic[Batch]):
             asked, future = self._asked
             assert asked == step, f"step {step} is wanted, but {asked} was asked for"
             self._asked = None
+            if beside is not None and beside in wait({future, beside}, return_when=FIRST_COMPLETED).done:
+                beside.result()
             batch = future.result()
         if self._ahead and step + 1 < self._num_steps:
             self._asked = step + 1, self._ask(step + 1)

@@ -33,7 +33,7 @@ from headrace.actors.models import checkpoint_tensor_names, load_causal_lm, load
 from headrace.engine.config.hardware import model_dtype
 from headrace.engine.config.schema import Config
 from headrace.engine.errors import InputError, NonFiniteStreakError
-from headrace.engine.interfaces import Algorithm
+from headrace.engine.interfaces import Algorithm, StagedUpdate
 from headrace.engine.types import MicroBatch, PolicyVersion, StepBatch, StepResult, WeightUpdate
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class FsdpTrainer:
         if config.learner.kl_target > 0:
             self._rate = KlLearningRate(initial=1.0, target=config.learner.kl_target, bounds=_RATE_FACTORS)
         canonical = canonical_parameters(self._model, self._parameters, checkpoint_tensor_names(model_dir))
-        self._exporter = WeightExporter(canonical, dtype=model_dtype(config), run_id=run_id)
+        self._exporter = WeightExporter(canonical, config=config, run_id=run_id, group=group)
         if not self._forward.verify_isolation():
             logger.warning("%s does not keep packed sequences apart: each takes a row of its own", model_dir.name)
         reshard_model(self._model)
@@ -189,13 +189,12 @@ class FsdpTrainer:
         return self._finish(batch, metrics, skipped=not updated)
 
     def export_update(self, since: PolicyVersion | None, payload_dir: Path) -> WeightUpdate:
-        """Write this rank's shards as its part of a keyframe, in `model.dtype`; `since` is not used yet.
+        """Write this rank's shards in `model.dtype`, in full or as a delta from `since`; see `TrainerBackend`."""
+        return self.stage_update(since).write(payload_dir)
 
-        Raises:
-            StorageError: There is no room in `payload_dir`.
-        """
-        del since  # every update is a keyframe, which suits every receiver
-        return self._exporter.write(self._version, payload_dir)
+    def stage_update(self, since: PolicyVersion | None) -> StagedUpdate:
+        """Copy this rank's shards, to be written and published while the next step runs; see `OverlappedTrainer`."""
+        return self._exporter.stage(self._version, since)
 
     def save(self, folder: Path) -> None:
         """Write weights, moments, schedule and version below `folder`; returns when they are on disk.
@@ -227,6 +226,7 @@ class FsdpTrainer:
             self._rate.restore(state.controllers["rate_factor"])
             self._optimizer.rate_factor = self._rate.rate
         self._version = self._version._replace(version=state.version)
+        self._exporter.reset()
 
     def export_hf(self, folder: Path) -> None:
         """Write the model as a transformers checkpoint in `model.dtype`, with its tokenizer; rank 0 writes.

@@ -9,6 +9,9 @@ Blocking code; with several ranks each runs this loop in step, through the colle
 
 Invariants:
 - A step is committed before its version is published, so a version that engines serve is never taken back.
+- A version is copied before the next step begins, and written and published while it runs (`publishing.py`). It is
+  published before a checkpoint is saved, before the loop ends, and with `schedule.max_staleness` = 0 before the next
+  batch is asked for, which is sampled from it.
 - A checkpoint at step k covers the commits of steps 0..k-1, and its manifest is written last.
 """
 
@@ -19,9 +22,10 @@ from typing import Protocol, TypeVar
 
 from headrace.actors.learner.ahead import BatchesAhead
 from headrace.actors.learner.packing import build_step_batch
+from headrace.actors.learner.publishing import Publishing
 from headrace.engine.clock import Clock
 from headrace.engine.config import Config
-from headrace.engine.errors import StoppedError, StorageError
+from headrace.engine.errors import StoppedError
 from headrace.engine.interfaces import TrainerBackend
 from headrace.engine.records import decode_column, decode_trajectory
 from headrace.engine.transport.buffer_take import TakenBatch
@@ -73,10 +77,10 @@ class LearnerLoop:
         self._trainer = trainer
         self._hub = hub
         self._checkpoints = checkpoints
-        self._payload_dirs = list(payload_dirs)
         self._rank = rank
         self._clock = clock
         self._spans: list[Span] = []
+        self._publishing = Publishing(trainer, hub, payload_dirs, clock)
         self._batches = BatchesAhead(
             self._take,
             num_steps=config.run.steps,
@@ -97,27 +101,33 @@ class LearnerLoop:
             ActorLostError: The hub is gone.
             NonFiniteStreakError: Too many steps in a row were skipped.
         """
-        if publish_first:
-            self._timed("publish", "weights", lambda: self._publish(None))
         try:
+            if publish_first:
+                self._spans += self._publishing.begin()
+                self._spans += self._publishing.join()
             for step in range(first_step, self._config.run.steps):
                 self._one_step(step)
+            self._publishing.join()
         except StoppedError:
             log.info("the run is ending")
+            self._publishing.leave()
 
     def _one_step(self, step: int) -> None:
         config = self._config
         self._hub.doing(f"waiting for the batch of step {step}")
-        (lease_token, batch), wait_s = self._timed("wait", "learner", lambda: self._batches.get(step))
+        (lease_token, batch), wait_s = self._timed("wait", "learner", lambda: self._get(step))
         self._hub.doing(f"training step {step}")
         result, step_s = self._timed(f"step {step + 1}", "learner", lambda: self._trainer.step(batch))
         version = result.version
         if self._rank == 0:
             version = self._hub.commit(step, lease_token, result.skipped)
-        publish_s = 0.0
+        began_s = self._clock.monotonic()
         if (step + 1) % config.schedule.weight_sync_steps == 0:
             self._hub.doing(f"publishing version {version}")
-            _, publish_s = self._timed(f"publish v{version}", "weights", lambda: self._publish(None))
+            self._spans += self._publishing.begin()
+        if self._checkpoint_is_due(step + 1) or config.schedule.max_staleness == 0:
+            self._spans += self._publishing.join()
+        publish_s = self._clock.monotonic() - began_s
         metrics = dict(result.metrics)
         metrics |= {"timing_s/wait": wait_s, "timing_s/train": step_s, "timing_s/publish": publish_s}
         if self._checkpoint_is_due(step + 1):
@@ -133,20 +143,8 @@ class LearnerLoop:
         taken = self._hub.take(step, deadline_s)
         return taken.lease_token, step_batch(step, taken)
 
-    def _publish(self, since: PolicyVersion | None) -> None:
-        while True:
-            folder = self._payload_dirs[0]
-            try:
-                part = self._trainer.export_update(since, folder)
-                break
-            except StorageError as error:
-                # A container's shared memory may hold 64 MB. Every rank of the host meets the same wall here.
-                if len(self._payload_dirs) == 1:
-                    raise
-                del self._payload_dirs[0]
-                self._payload_dirs[0].mkdir(parents=True, exist_ok=True)
-                self._hub.say(f"weights go to {self._payload_dirs[0]} from now on, which is slower: {error}")
-        self._hub.publish(part)
+    def _get(self, step: int) -> tuple[int, StepBatch]:
+        return self._batches.get(step, self._publishing.running)
 
     def _checkpoint_is_due(self, steps_done: int) -> bool:
         every = self._config.learner.checkpoint_steps

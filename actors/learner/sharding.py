@@ -76,6 +76,15 @@ class RankGroup:
         """The largest over all ranks; every rank gets the same."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
+    def gather(self, values: list[int]) -> list[list[int]]:
+        """Every rank's values, by rank; all have as many, each below 2**63."""
+        if self.num_ranks == 1:
+            return [values]
+        mine = torch.tensor(values, dtype=torch.int64, device=self.device)
+        everyones = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        dist.all_gather(everyones, mine)
+        return [tensor.tolist() for tensor in everyones]
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.sum([0.0])

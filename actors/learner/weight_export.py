@@ -1,25 +1,33 @@
 # pyright: basic
 # torch is only partly typed.
-"""Publishing sharded weights: each rank writes its own ranges, under the checkpoint's names; nothing is gathered."""
+"""Publishing sharded weights: each rank writes its own ranges, under the checkpoint's names; nothing is gathered.
 
-from collections.abc import Mapping
-from pathlib import Path
+The copy is taken between two steps, where the shards lie; it costs their size in the published dtype, twice while an
+update is being written (`engine/weights/sender.py` keeps the copy before as the image).
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.actors.learner.sharding import local_shard
+from headrace.actors.learner.shard_runs import local_elements, published_runs
+from headrace.actors.learner.sharding import RankGroup
+from headrace.actors.learner.weight_delta import diff_bucket, host_bits
+from headrace.engine.config.hardware import model_dtype
+from headrace.engine.config.schema import Config
 from headrace.engine.errors import ConfigError
-from headrace.engine.types import PolicyVersion, TensorSpec, WeightUpdate
-from headrace.engine.weights.payload import KeyframeWriter
+from headrace.engine.types import PolicyVersion, TensorSpec
+from headrace.engine.weights.planes import BucketPlanes
+from headrace.engine.weights.sender import Shard, StagedPart, WeightSender
+from headrace.engine.weights.ulp import RawArray
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 else:
     PreTrainedModel = Tensor = Any
-
-_RAW = {"bfloat16": torch.uint16, "float16": torch.uint16, "float32": torch.uint32}
 
 
 def canonical_parameters(
@@ -48,29 +56,83 @@ def canonical_parameters(
     return found
 
 
-class WeightExporter:
-    """Writes keyframes of one rank's shards."""
+class TensorBits:
+    """Reads tensors for the sender where they lie; on a GPU on a stream of its own, beside the next step's work."""
 
-    def __init__(self, parameters: list[tuple[str, Tensor]], *, dtype: str, run_id: str) -> None:
-        self._parameters = parameters
-        self._dtype = dtype
-        self._run_id = run_id
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ready: Any = None
+
+    def made(self) -> None:
+        """The tensors to be read have just been made, on this thread's stream."""
+        if self._stream is not None:
+            self._ready = torch.cuda.current_stream(self._stream.device).record_event()
+
+    def diff(self, base: Tensor, new: Tensor, *, name_id: int, start: int) -> BucketPlanes:
+        """See `sender.Bits`."""
+        with self._beside():
+            return diff_bucket(base, new, name_id=name_id, start=start)
+
+    def on_host(self, array: Tensor) -> RawArray:
+        """See `sender.Bits`."""
+        with self._beside():
+            return host_bits(array)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        if self._stream is None or self._ready is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._ready)
+            yield
+
+
+class WeightExporter:
+    """Copies one rank's shards, cast to the published dtype, and makes updates of them. Made on all ranks together."""
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        *,
+        config: Config,
+        run_id: str,
+        group: RankGroup,
+    ) -> None:
+        dtype = model_dtype(config)
+        self._parameters = [parameter for _, parameter in parameters]
+        self._dtype = getattr(torch, dtype)
+        self._group = group
+        self._runs = published_runs(self._parameters, group)
+        self._bits = TensorBits(group.device)
         self.tensors = tuple(
             TensorSpec(name=name, dtype=dtype, shape=tuple(parameter.shape)) for name, parameter in parameters
         )
+        self._sender: WeightSender[Tensor] = WeightSender(
+            self.tensors,
+            run_id=run_id,
+            rank=group.rank,
+            keyframe_steps=config.weights.keyframe_steps,
+            bits=self._bits,
+        )
 
-    def write(self, version: PolicyVersion, payload_dir: Path) -> WeightUpdate:
-        """Write this rank's part of a full update, cast to the published dtype. Blocks for the copy; not collective.
+    def stage(self, version: PolicyVersion, since: PolicyVersion | None) -> StagedPart[Tensor]:
+        """Copy the shards as they are now. Collective: where one rank needs a keyframe, all make one.
 
-        Raises:
-            StorageError: There is no room in `payload_dir`.
+        Args:
+            version: Of the weights.
+            since: The newest version that the hub took, as far as the caller knows; None asks for a keyframe.
         """
-        path = payload_dir / f"keyframe-{version.incarnation}-{version.version}.bin"
-        target = getattr(torch, self._dtype)
-        with KeyframeWriter(path, self.tensors, run_id=self._run_id, version=version) as writer:
-            for index, (_, parameter) in enumerate(self._parameters):
-                start, local = local_shard(parameter)
-                if local.numel():
-                    raw = local.to(target).view(_RAW[self._dtype]).cpu().contiguous().numpy()
-                    writer.write(index, start, raw)
-            return WeightUpdate(manifest=writer.manifest(), local_path=str(path))
+        needed = self._sender.needs_keyframe(version, since)
+        full = self._group.max([float(needed)])[0] > 0
+        shards = [
+            Shard(tensor_index=index, runs=runs, elements=local_elements(parameter).to(self._dtype, copy=True))
+            for index, (parameter, runs) in enumerate(zip(self._parameters, self._runs, strict=True))
+            if runs
+        ]
+        self._bits.made()
+        return self._sender.stage(version, shards, full=full)
+
+    def reset(self) -> None:
+        """Forget what was published: the weights are others now."""
+        self._sender.reset()
