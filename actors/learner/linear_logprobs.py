@@ -28,9 +28,10 @@ else:
     Tensor = Any
 
 # Logits worked on at a time, 16 MiB on a CPU: a smaller block stays in its cache, which gains little, but threads have
-# to meet more often, which costs much where cores are shared. A GPU wants few and large kernels.
+# to meet more often, which costs much where cores are shared. A GPU wants few and large kernels: below 128 MiB a block
+# its time is that of launching them.
 _BLOCK_ELEMENTS = {"cpu": 4 << 20}
-_OTHER_BLOCK_ELEMENTS = 16 << 20
+_OTHER_BLOCK_ELEMENTS = 32 << 20
 _CHUNK_TOKENS = {"cpu": 1024}
 _OTHER_CHUNK_TOKENS = 8192
 
@@ -156,11 +157,12 @@ class _LinearLogprobs(torch.autograd.Function):
         for words in _chunks(weight.shape[0], blocks.chunk_vocab):
             part, offset = _operand(weight[words]), None if bias is None else bias[words]
             for rows in _chunks(hidden.shape[0], blocks.chunk_tokens):
-                logits = blocks.logits(states[rows], part, offset, first).div_(scale[rows, None])
+                logits = blocks.logits(states[rows], part, offset, first)
                 column, inside = _columns(token_ids[rows], words)
-                chosen[rows] = torch.where(inside, logits.gather(1, column[:, None]).squeeze(1), chosen[rows])
-                new_peak = torch.maximum(peak[rows], logits.amax(1))
-                below = logits.sub_(new_peak[:, None])
+                here = logits.gather(1, column[:, None]).squeeze(1) / scale[rows]
+                chosen[rows] = torch.where(inside, here, chosen[rows])
+                new_peak = torch.maximum(peak[rows], logits.amax(1) / scale[rows])
+                below = torch.addcdiv(-new_peak[:, None], logits, scale[rows, None], out=logits)
                 weights = torch.exp(below, out=second[: below.numel()].view_as(below))
                 fallen = peak[rows] - new_peak
                 shrunk = total[rows] * fallen.exp()
@@ -199,7 +201,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 block = gradient.block(states[rows], part, offset, rows, words)
                 if of_bias is not None:
                     of_bias[words] += block.sum(0)
-                factor = block.to(states.dtype)
+                factor = gradient.rounded(block, states.dtype)
                 if of_hidden is not None:
                     _add_product(of_hidden[rows], factor, part)
                 if of_part is not None:
@@ -248,13 +250,15 @@ class _LogitGradient:
         if self._blocks.softcap is not None:  # d cap(z) / dz = 1 - (cap(z) / softcap)^2
             slope = torch.div(logits, self._blocks.softcap, out=self._buffers[2][: logits.numel()].view_as(logits))
             slope.square_().neg_().add_(1)
-        log_p = logits.div_(self._scale[rows, None]).sub_(self._log_sums[rows, None])
+        log_p = torch.addcdiv(-self._log_sums[rows, None], logits, self._scale[rows, None], out=logits)
         gradient = torch.exp(log_p, out=self._buffers[1][: log_p.numel()].view_as(log_p))
         if self._of_entropies is not None:
-            factor = log_p.add_(self._entropies[rows, None]).mul_(self._of_entropies[rows, None])
+            # -p (of_logprobs + of_entropies (log p + H)), in one pass over log p and one over p.
+            slope_of_log_p = -self._of_entropies[rows]
+            constant = slope_of_log_p * self._entropies[rows]
             if self._of_logprobs is not None:
-                factor += self._of_logprobs[rows, None]
-            gradient.mul_(factor).neg_()
+                constant = constant - self._of_logprobs[rows]
+            gradient.mul_(torch.addcmul(constant[:, None], log_p, slope_of_log_p[:, None], out=log_p))
         else:
             assert self._of_logprobs is not None, "one of the two is differentiated"
             gradient.mul_(-self._of_logprobs[rows, None])
@@ -262,6 +266,12 @@ class _LogitGradient:
             column, inside = _columns(self._token_ids[rows], words)
             gradient.scatter_add_(1, column[:, None], (self._of_logprobs[rows] * inside)[:, None])
         return gradient if slope is None else gradient.mul_(slope)
+
+    def rounded(self, block: Tensor, dtype: torch.dtype) -> Tensor:
+        """The last block in another dtype, in a buffer that it needs no more; valid until the next one."""
+        if block.dtype == dtype:
+            return block
+        return self._buffers[0].view(dtype)[: block.numel()].view_as(block).copy_(block)
 
 
 def _columns(token_ids: Tensor, words: slice) -> tuple[Tensor, Tensor]:
