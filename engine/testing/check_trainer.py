@@ -113,9 +113,11 @@ def _check_steps(trainer: TrainerBackend, micro_batch: MicroBatch, version: Poli
     expect(not result.skipped, "a step with loss tokens and a finite gradient must not be skipped")
     finite = all(np.isfinite(value) for value in result.metrics.values())
     expect(finite, "the metrics of a step that was not skipped must be finite")
-    exported = trainer.export_update(version, payloads).manifest.version
-    expect(exported == after_one, "export_update() must carry the version after the step")
+    exported = trainer.export_update(version, payloads).manifest
+    expect(exported.version == after_one, "export_update() must carry the version after the step")
+    expect(exported.base in (None, version), "export_update(since) must give a keyframe or a delta from `since`")
     moved = _digest(trainer, payloads)
+    expect(exported.digest == moved, "a delta must lead to the weights that a keyframe of the same version holds")
     expect(moved != before, "a step must change the weights")
     silent = msgspec.structs.replace(
         micro_batch,
