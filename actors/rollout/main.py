@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import tempfile
@@ -11,16 +12,15 @@ from pathlib import Path
 
 from headrace.actors.models import resolve_model
 from headrace.actors.rollout.backends import choose_backend, create_backend
+from headrace.actors.rollout.following import follow_weights
 from headrace.actors.rollout.rendering import IdsOnlyRenderer, Renderer, TokenizerRenderer
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.engine.clock import SystemClock
-from headrace.engine.errors import StoppedError
 from headrace.engine.interfaces import InferenceBackend
 from headrace.engine.transport.buffer import BufferClient
 from headrace.engine.transport.channel import open_channel
 from headrace.engine.transport.control import ControlClient, Joined, Span
-from headrace.engine.transport.weight_subscriber import WeightSubscriber
-from headrace.engine.types import AckStatus, PolicyVersion
+from headrace.engine.types import AckStatus, PolicyVersion, WeightAck, WeightUpdate
 from headrace.v1 import control_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -96,10 +96,13 @@ async def _work(hub: str, *, control: ControlClient, run: Joined, same_host: boo
         # On the hub's host the hub removes what a killed worker leaves here.
         parent = run.payload_dir if same_host else None
         with tempfile.TemporaryDirectory(prefix="headrace-fetch-", dir=parent) as folder:
-            subscriber = WeightSubscriber(
-                channel, run_id=run.run_id, receiver_id=control.member_id, same_host=same_host, folder=Path(folder)
+            apply = functools.partial(_apply, worker, control)
+            following = asyncio.create_task(
+                follow_weights(
+                    channel, run, control.member_id, serving, apply, same_host=same_host, folder=Path(folder)
+                ),
+                name="weights",
             )
-            following = asyncio.create_task(_follow(worker, subscriber, control, serving), name="weights")
             reporting = asyncio.create_task(_report(control, spans), name="reports")
             working = asyncio.create_task(worker.run(), name="groups")
             try:
@@ -133,18 +136,12 @@ async def start_configured(control: ControlClient, run: Joined) -> tuple[Inferen
     return backend, renderer, base
 
 
-async def _follow(
-    worker: RolloutWorker, subscriber: WeightSubscriber, control: ControlClient, have: PolicyVersion
-) -> None:
-    """Apply each announced version until the run ends; a refused one is answered and the old one served on."""
-    with contextlib.suppress(StoppedError):
-        async with contextlib.aclosing(subscriber.updates(have)) as updates:
-            async for update in updates:
-                ack = await worker.apply(update)
-                if ack.status is not AckStatus.SERVING:
-                    log.error("weights %s were not taken: %s", update.manifest.version, ack.message)
-                control.progress.moved(f"serving version {ack.version}")
-                await subscriber.acknowledge(ack)
+async def _apply(worker: RolloutWorker, control: ControlClient, update: WeightUpdate) -> WeightAck:
+    ack = await worker.apply(update)
+    if ack.status is not AckStatus.SERVING:
+        log.error("weights %s were not taken: %s", update.manifest.version, ack.message)
+    control.progress.moved(f"serving version {ack.version}")
+    return ack
 
 
 async def _report(control: ControlClient, spans: list[Span]) -> None:

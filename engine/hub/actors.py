@@ -1,8 +1,9 @@
-"""The hub's children: reward, rollout workers and learner ranks; who is started, restarted, and when the run fails.
+"""The hub's children: reward, rollout workers, weight agent and learner ranks; who is started, restarted, and when the
+run fails.
 
-One-for-one restarts for rollout workers, with a budget: their groups begin anew. The learner's ranks fall together, and
-the run with them: it resumes from its checkpoint. A reward that ends takes the run along too; the pool inside it
-replaces its own workers.
+One-for-one restarts, with a budget, for rollout workers, whose groups begin anew, and for the agent that hands weights
+on to them: they subscribe again with what they have. The learner's ranks fall together, and the run with them: it
+resumes from its checkpoint. A reward that ends takes the run along too; the pool inside it replaces its own workers.
 """
 
 import asyncio
@@ -20,6 +21,8 @@ from headrace.engine.supervision.child import Child
 from headrace.engine.supervision.guardian import Guardian
 
 log = logging.getLogger(__name__)
+
+_AGENT = "agent-0"  # of the hub's own host
 
 _RESTARTS = 5
 _RESTART_WINDOW_S = 600.0
@@ -46,11 +49,23 @@ class Actors:
         self._watch("reward", self._spawn("reward", "headrace.actors.reward.main:main", arguments))
 
     def start_rollouts(self) -> None:
-        """The rollout workers that the configuration asks for."""
-        for rank in range(self._state.config.rollout.num_workers):
+        """The rollout workers that the configuration asks for, and the agent that they get their weights from."""
+        state = self._state
+        address = f"unix:{state.reporting.folder.socket_path('agent')}"
+        state.agent_address = address
+        arguments: dict[str, object] = {
+            "hub": self._hub,
+            "address": address,
+            "run_id": state.run_id,
+            "agent_id": _AGENT,
+            "folder": str(Path(state.payload_dir) / _AGENT),
+        }
+        self._keep(_AGENT, "headrace.engine.weights.agent_service:main", arguments)
+        for rank in range(state.config.rollout.num_workers):
             name = f"rollout-{rank}"
-            task = asyncio.create_task(self._keep_rollout(name, rank), name=f"keep {name}")
-            self._tasks.add(task)
+            arguments = {"hub": self._hub, "worker_id": name, "rank": rank}
+            gpu = state.config.learner.num_ranks + rank
+            self._keep(name, "headrace.actors.rollout.main:main", arguments, gpu)
 
     def start_learners(self, rendezvous: Path) -> None:
         """The learner's ranks; they meet through a file."""
@@ -121,13 +136,14 @@ class Actors:
             )
         return ActorLostError(f"{error}; go on from {checkpoint.name} with headrace train --resume {folder}")
 
-    async def _keep_rollout(self, name: str, rank: int) -> None:
-        """Start a rollout worker, and again when it dies, within its budget."""
+    def _keep(self, name: str, target: str, arguments: Mapping[str, object], gpu: int | None = None) -> None:
+        self._tasks.add(asyncio.create_task(self._restarting(name, target, arguments, gpu), name=f"keep {name}"))
+
+    async def _restarting(self, name: str, target: str, arguments: Mapping[str, object], gpu: int | None) -> None:
+        """Start a child, and again when it dies, within its budget."""
         budget = RestartBudget(_RESTARTS, _RESTART_WINDOW_S)
-        gpu = self._state.config.learner.num_ranks + rank
-        arguments: dict[str, object] = {"hub": self._hub, "worker_id": name, "rank": rank}
         while True:
-            child = self._spawn(name, "headrace.actors.rollout.main:main", arguments, gpu=gpu)
+            child = self._spawn(name, target, arguments, gpu=gpu)
             status = await child.wait()
             self._state.members.leave(name)
             if self._state.ended:

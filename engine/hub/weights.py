@@ -29,12 +29,12 @@ import grpc.aio
 from headrace.engine.errors import CorruptUpdateError, FencedError, HeadraceError, UsageError, WeightUpdateError
 from headrace.engine.hub.state import HubState
 from headrace.engine.hub.waits import Wait
-from headrace.engine.hub.weight_files import Form, PartFile, UpdateFiles, form_of
+from headrace.engine.hub.weight_files import PartFile, UpdateFiles, form_of
 from headrace.engine.transport.channel import FRAME_BYTES
 from headrace.engine.transport.convert import version_from_proto
 from headrace.engine.transport.weights import write_at
 from headrace.engine.transport.weights_convert import ack_from_proto, manifest_from_proto, update_to_proto
-from headrace.engine.types import AckStatus, PolicyVersion, UpdateKind, WeightManifest, WeightUpdate
+from headrace.engine.types import AckStatus, PolicyVersion, UpdateKind, WeightAck, WeightManifest, WeightUpdate
 from headrace.engine.weights.chain import VersionChain
 from headrace.engine.weights.layout import num_elements
 from headrace.engine.weights.placement import open_reserved
@@ -53,9 +53,10 @@ _MAX_FAILURES = 3  # in a row; then the receiver's process is better started ane
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """A receiver's subscription."""
+    """A receiver's subscription; an agent's serves the receivers of its host."""
 
     deltas: bool
+    agent: bool
 
 
 class WeightHub(weights_pb2_grpc.WeightServiceServicer):
@@ -72,7 +73,7 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
             root=None if state.resume_from else state.version,
         )
         self._receivers = ReceiverTable()
-        self._offered: dict[str, Form] = {}
+        self._offered: dict[str, WeightManifest] = {}
         self._streams: dict[str, _Stream] = {}  # the one of each receiver that counts
         # Version, digest and number of updates when the last version was sealed.
         self._last: tuple[PolicyVersion | None, int, int] = (None, 0, 0)
@@ -186,7 +187,7 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
     def _remove_unneeded(self) -> None:
         newest = self._chain.newest
         if newest is not None:
-            needed = {form_of(manifest) for manifest in self._chain.retained()}.union(self._offered.values())
+            needed = {form_of(manifest) for manifest in (*self._chain.retained(), *self._offered.values())}
             self._files.remove_before(newest, needed)
 
     def _all_take_deltas(self) -> bool:
@@ -203,14 +204,14 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
         receiver = request.receiver_id
         self._receivers.register(receiver, version_from_proto(request.have) if request.HasField("have") else None)
         self._offered.pop(receiver, None)
-        mine = self._streams[receiver] = _Stream(request.deltas)
+        mine = self._streams[receiver] = _Stream(request.deltas, request.agent)
         self._state.changed()
         try:
             while True:
                 await self._until_there_is_more(receiver, mine)
                 manifest = self._next_for(receiver)
                 assert manifest is not None
-                self._offered[receiver] = form_of(manifest)
+                self._offered[receiver] = manifest
                 path = str(self._files.path(form_of(manifest))) if request.same_host else ""
                 yield pb.SubscribeResponse(update=update_to_proto(WeightUpdate(manifest=manifest, local_path=path)))
         finally:
@@ -245,7 +246,8 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
     async def Fetch(self, request: pb.FetchRequest, context: "Context") -> AsyncIterator[pb.FetchResponse]:
         version = version_from_proto(request.version)
         form = version, version_from_proto(request.base) if request.HasField("base") else None
-        manifest = next((held for held in self._chain.retained() if form_of(held) == form), None)
+        held = (*self._chain.retained(), *self._offered.values())
+        manifest = next((one for one in held if form_of(one) == form), None)
         if manifest is None:
             raise WeightUpdateError(f"version {version} is not held any more; ask for the newest")
         with self._files.path(form).open("rb") as file:
@@ -265,15 +267,26 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
         newest = self._chain.newest
         if newest is not None and ack.version > newest:
             raise UsageError(f"receiver {receiver!r} says that it serves version {ack.version}; the newest is {newest}")
+        if request.agent_id:  # of a receiver that an agent serves; the agent keeps the books
+            self._report_answer(receiver, ack, moved=ack.status is AckStatus.SERVING)
+            return pb.AcknowledgeResponse()
         moved = self._receivers.acknowledge(receiver, ack, self._chain.digest_of(ack.version))
         self._offered.pop(receiver, None)
         self._remove_unneeded()
-        if moved:
-            self._state.reporting.parts.add("weights/pause_s", ack.pause_s)
-            self._state.reporting.parts.add("weights/apply_s", ack.apply_s)
-        elif ack.status is not AckStatus.SERVING:
-            self._state.reporting.say(
-                f"{receiver} goes on with version {ack.version}: {self._receivers.failure(receiver)}"
-            )
+        stream = self._streams.get(receiver)
+        self._report_answer(receiver, ack, moved=moved, agent=stream is not None and stream.agent)
         self._state.changed()
         return pb.AcknowledgeResponse()
+
+    def _report_answer(self, receiver: str, ack: WeightAck, *, moved: bool, agent: bool = False) -> None:
+        add, newest = self._state.reporting.parts.add, self._chain.newest
+        if ack.fetch_s:
+            add("weights/fetch_s", ack.fetch_s)
+        if moved and not agent:  # generation does not stand still for an agent
+            add("weights/pause_s", ack.pause_s)
+            add("weights/apply_s", ack.apply_s)
+            if newest is not None and newest.incarnation == ack.version.incarnation:
+                add("weights/lag", newest.version - ack.version.version)
+        elif ack.status is not AckStatus.SERVING:
+            why = f"{ack.status.name.lower()}: {ack.message}" if ack.message else ack.status.name.lower()
+            self._state.reporting.say(f"{receiver} goes on with version {ack.version}: {why}")

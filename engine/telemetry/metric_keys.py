@@ -78,6 +78,10 @@ METRIC_KEYS: tuple[MetricKey, ...] = (
     MetricKey("weights/wire_bytes", "sum", "bytes", "payload of the updates sent to one receiver"),
     MetricKey("weights/pause_s", "max", "s", "longest time that an engine stood still for an update"),
     MetricKey("weights/apply_s", "max", "s", "longest time from an update's arrival to its being served"),
+    MetricKey("weights/fetch_s", "max", "s", "longest time that a payload took to reach another host"),
+    MetricKey(
+        "weights/lag", "max", "versions", "how far behind the newest version an engine was when it had applied one"
+    ),
     MetricKey("weights/*", "last", "", "further figures of weight updates"),
     MetricKey("event_loop_lag_s", "max", "s", "how late the hub's event loop was at worst"),
     MetricKey("idle_ratio/learner", "last", "fraction", "of the step's time in which the learner did no work"),

@@ -10,7 +10,15 @@ from pathlib import Path
 import grpc.aio
 import msgspec
 
-from headrace.engine.errors import ActorLostError, CorruptUpdateError, DeadlineError, HeadraceError, WeightUpdateError
+from headrace.engine.errors import (
+    ActorLostError,
+    CorruptUpdateError,
+    DeadlineError,
+    HeadraceError,
+    RunError,
+    StoppedError,
+    StorageError,
+)
 from headrace.engine.scheduling.retry import Deadline, RetryPolicy
 from headrace.engine.transport.convert import version_to_proto
 from headrace.engine.transport.status import error_from_rpc
@@ -138,7 +146,9 @@ class WeightSubscriber:
         begun_s = time.monotonic()
         try:
             return await self._fetch(manifest)
-        except (WeightUpdateError, ActorLostError, DeadlineError) as error:
+        except (StorageError, StoppedError):
+            raise
+        except RunError as error:
             await self.acknowledge(WeightAck(version=self._serving, status=AckStatus.CORRUPT, message=str(error)))
             return None
         finally:

@@ -8,7 +8,7 @@ Invariants:
 3. Nothing leads backwards, within an incarnation or from one to an older one: an agent that was started anew and is
    behind offers nothing until it has caught up.
 4. After a failure, and after a digest that is not the version's, a receiver is offered the whole state. One that takes
-   no deltas is offered nothing else.
+   no deltas, or has shown that it cannot, is offered nothing else.
 5. While the host's copy is lost, nothing is offered.
 6. A receiver has one stream; a second one of the same name takes over, and what becomes of the first changes nothing.
 
@@ -18,9 +18,12 @@ Owns no file, socket or clock.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace.engine.types import PolicyVersion, WeightAck
+from headrace.engine.types import AckStatus, PolicyVersion, WeightAck
 from headrace.engine.weights.change_log import ChangeLog, Touched
 from headrace.engine.weights.receivers import ReceiverTable
+
+# Deltas that a receiver may refuse in a row before it is offered no more of them.
+_MAX_REFUSED = 3
 
 # What the log may hold: this, or a share of the state where that is more.
 _MIN_LOG_BYTES = 1 << 20
@@ -37,11 +40,18 @@ class Offer:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A receiver's subscription."""
+    """A receiver's subscription.
+
+    Attributes:
+        deltas: It takes deltas, as far as it is known.
+        offer: What is out; None after its answer.
+        num_refused: Deltas that it has refused since it last took one.
+    """
 
     receiver: str
     deltas: bool
     offer: Offer | None = None
+    num_refused: int = 0
 
 
 class HostOffers:
@@ -132,7 +142,12 @@ class HostOffers:
             InputError: The receiver has no stream here.
         """
         moved = self._receivers.acknowledge(receiver, ack, self._log.digest_of(ack.version))
-        self._streams[receiver].offer = None
+        stream = self._streams[receiver]
+        if stream.offer is not None and stream.offer.base is not None:
+            stream.num_refused = 0 if moved else stream.num_refused + 1
+            if ack.status is AckStatus.UNKNOWN_LAYOUT or stream.num_refused >= _MAX_REFUSED:
+                stream.deltas = False
+        stream.offer = None
         return moved
 
     def knows(self, receiver: str) -> bool:

@@ -4,7 +4,8 @@ Invariants:
 
 1. A receiver's version moves only on an acknowledgement that it serves the version, with the right digest where that is
    known. A failed update moves nothing.
-2. After a failure the receiver gets a full update next, whatever it says it holds.
+2. After a failure the receiver gets a full update next, whatever it says it holds. That may lead to an older version
+   than it had; otherwise its version never goes back.
 3. A receiver that serves a state with a wrong digest is not counted as serving at all.
 """
 
@@ -61,7 +62,7 @@ class ReceiverTable:
             receiver.serving = None
             self._fail(receiver, f"digest {ack.digest:016x} instead of {expected_digest:016x} at version {ack.version}")
             return False
-        if receiver.serving is not None and ack.version < receiver.serving:
+        if not receiver.needs_keyframe and receiver.serving is not None and ack.version < receiver.serving:
             return False
         receiver.serving = ack.version
         receiver.needs_keyframe, receiver.failures, receiver.message = False, 0, ""

@@ -138,3 +138,22 @@ def test_an_offer_that_could_not_be_made_is_worked_out_anew() -> None:
     offers.moved(version(4), 40, touched(4), 1 << 30)
     offers.withdraw(stream)
     assert offers.next_for(stream) == Offer(version=version(4), base=version(2))
+
+
+@pytest.mark.parametrize(("status", "refusals"), [(AckStatus.UNKNOWN_LAYOUT, 1), (AckStatus.CORRUPT, 3)])
+def test_a_receiver_that_cannot_take_deltas_is_offered_no_more_of_them(status: AckStatus, refusals: int) -> None:
+    offers = at_version(2)
+    stream = offers.subscribe("r", version(1), deltas=True)
+    number = 2
+    for _ in range(refusals):
+        offer = offers.next_for(stream)
+        assert offer is not None and offer.base is not None
+        offers.offer(stream, offer)
+        offers.acknowledge("r", WeightAck(version=version(number - 1), status=status))
+        whole = offers.next_for(stream)
+        assert whole == Offer(version=version(number), base=None)
+        offers.offer(stream, whole)
+        assert offers.acknowledge("r", serving(number))
+        number += 1
+        offers.moved(version(number), 10 * number, touched(number), 1 << 30)
+    assert offers.next_for(stream) == Offer(version=version(number), base=None)

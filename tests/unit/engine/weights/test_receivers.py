@@ -58,3 +58,13 @@ def test_a_receiver_that_comes_back_starts_from_what_it_says() -> None:
     table.remove("a")
     with pytest.raises(InputError, match="register it first"):
         table.acknowledge("a", ack(v(9)))
+
+
+def test_the_full_update_after_a_failure_counts_though_it_is_older_than_what_was_served() -> None:
+    """The newest keyframe may lie before the version that failed to move; the deltas after it follow."""
+    table = two_at_seven()
+    assert not table.acknowledge("a", ack(v(6)))
+    assert not table.acknowledge("a", ack(v(7), AckStatus.CORRUPT))
+    assert table.acknowledge("a", ack(v(5)))
+    assert table.base_for_update("a") == v(5) and table.failures("a") == 0
+    assert not table.acknowledge("a", ack(v(4)))
