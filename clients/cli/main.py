@@ -37,7 +37,9 @@ COMMANDS = {
         module="headrace.clients.cli.train", summary="train a model as a TOML file describes", takes_overrides=True
     ),
     "config": Command(
-        module="headrace.clients.cli.config", summary="show or check a configuration, or print every key", takes_overrides=True
+        module="headrace.clients.cli.config",
+        summary="show or check a configuration, or print every key",
+        takes_overrides=True,
     ),
     "reward": Command(module="headrace.clients.cli.reward", summary="serve or check a reward server"),
     "bench": Command(module="headrace.clients.cli.bench", summary="measure this installation on this machine"),
