@@ -1,14 +1,15 @@
 # pyright: basic
 # vLLM is typed only in part.
-"""Generation by vLLM, with full weight updates while requests are in flight.
+"""Generation by vLLM, with weight updates while requests are in flight.
 
 Invariants:
 - Requests reach vLLM only while the gate is open, one submission at a time; whoever closes the gate waits for the
   submission under way. So behind a closed gate the set of requests in vLLM is known.
-- The version moves only while vLLM is paused, its outputs are drained and every worker has answered that it loaded.
+- The version moves only while vLLM is paused, its outputs are drained and every worker has answered that it serves it.
 - A prompt's cached prefix is shared only within one version (cache salt). A request without a token at the fence is
   submitted again under the new version; one with tokens keeps its own cache and goes on, its later tokens stamped new.
-- After a load that failed half-way nothing is served until a full update succeeds.
+- A delta that failed and was taken back leaves the old version served. After any other failure half-way nothing is
+  served until a full update succeeds.
 """
 
 import asyncio
@@ -21,15 +22,16 @@ from typing import Any
 from headrace.actors.rollout.checkpoint import check_context, check_request, end_token_ids
 from headrace.actors.rollout.vllm_engine import (
     build_engine,
-    encode_update,
     pause_engine,
     prompt_of,
     sampling_params,
     stop_engine,
 )
 from headrace.actors.rollout.vllm_stream import VllmStream
+from headrace.actors.rollout.vllm_updates import WorkerUpdates
+from headrace.engine.config.hardware import model_dtype
 from headrace.engine.config.schema import Config
-from headrace.engine.errors import ActorLostError, CorruptUpdateError, UsageError, WeightUpdateError
+from headrace.engine.errors import ActorLostError, RunError, UsageError, WeightUpdateError
 from headrace.engine.types import (
     AckStatus,
     EngineState,
@@ -38,11 +40,9 @@ from headrace.engine.types import (
     PauseMode,
     PolicyVersion,
     TokenChunk,
-    UpdateKind,
     WeightAck,
     WeightUpdate,
 )
-from headrace.engine.weights.payload import verify_payload
 
 
 class VllmBackend:
@@ -55,9 +55,9 @@ class VllmBackend:
         self._config = config
         self._model_dir = model_dir
         self._version = version
-        self._digest = 0
         self._broken = ""
         self._engine: Any = None
+        self._updates: WorkerUpdates | None = None
         self._end_ids = end_token_ids(model_dir)
         self._streams: set[VllmStream] = set()
         self._numbers = itertools.count()
@@ -66,6 +66,7 @@ class VllmBackend:
         self._held = False
         self._submitting = asyncio.Lock()
         self._control = asyncio.Lock()
+        self._updating = asyncio.Lock()
 
     @classmethod
     def from_config(cls, config: Config, model_dir: Path, *, version: PolicyVersion) -> "VllmBackend":
@@ -78,12 +79,18 @@ class VllmBackend:
         return cls(config, model_dir, version)
 
     async def start(self) -> None:
-        """Start vLLM and load the model; other tasks of the loop go on meanwhile.
+        """Start vLLM, load the model and see whether it takes deltas; other tasks of the loop go on meanwhile.
 
         Raises:
             RunError: vLLM could not start.
         """
         self._engine = await asyncio.to_thread(build_engine, self._config, self._model_dir)
+        self._updates = WorkerUpdates(self._engine, model_dtype(self._config))
+        try:
+            await self._updates.attach()
+        except Exception as error:
+            await self.close()
+            raise RunError(f"vLLM failed after it had started: {type(error).__name__}: {error}") from error
         self._gate.set()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
@@ -132,10 +139,11 @@ class VllmBackend:
                 await self._go_on()
 
     async def apply(self, update: WeightUpdate) -> WeightAck:
-        """Serve a full update, or go on serving the old version and say why; see `InferenceBackend.apply`.
+        """Serve an update, full or a change file, or say why not; see `InferenceBackend.apply`.
 
-        Generation goes on while the payload is verified and stands still while it is loaded. Cancelling the caller
-        does not stop an update that is under way.
+        Generation goes on while the update is verified and prepared, and stands still while it is stored. Cancelling
+        the caller does not stop an update that is under way. After FAILED with the digest 0 nothing is served until a
+        full update succeeds; after any other refusal the old version is.
         """
         return await asyncio.shield(asyncio.ensure_future(self._apply(update)))
 
@@ -227,48 +235,42 @@ class VllmBackend:
         self._gate.set()
 
     async def _apply(self, update: WeightUpdate) -> WeightAck:
-        if update.manifest.kind is not UpdateKind.KEYFRAME:
-            return self._ack(AckStatus.WRONG_BASE, "This backend takes full updates; send a keyframe.")
-        try:
-            await asyncio.to_thread(verify_payload, update)
-        except CorruptUpdateError as error:
-            return self._ack(AckStatus.CORRUPT, str(error))
-        async with self._control:
-            if self._engine is None:
+        async with self._updating:
+            if self._engine is None or self._updates is None:
                 return self._ack(AckStatus.FAILED, "The backend is not running.")
             try:
-                answers = await self._engine.collective_rpc("headrace_prepare", args=(encode_update(update),))
-                refused = _worst(answers)
+                refused = await self._updates.prepare(update, self._version)
                 if refused is not None:
                     return self._ack(*refused)
-                return await self._load(update)
+                async with self._control:
+                    return await self._load(update)
             except Exception as error:
                 # An engine that died: its streams end by themselves, and whoever waits at the gate is told.
-                self._broken = f"vLLM failed during an update: {error}"
+                self._broken = self._broken or f"vLLM failed during an update: {error}"
+                self._updates.forget()
                 self._gate.set()
                 return self._ack(AckStatus.FAILED, self._broken)
 
     async def _load(self, update: WeightUpdate) -> WeightAck:
+        """Have the workers store what they prepared, in a pause."""
+        assert self._updates is not None
         started = time.monotonic()
         if not self._held:
             await self._stop_generating(PauseMode.KEEP)
         loading = time.monotonic()
-        answers = await self._engine.collective_rpc("headrace_load")
+        failed = await self._updates.store(update)
         apply_s = time.monotonic() - loading
-        failed = _worst(answers)
-        if failed is None and any(answer[2] != update.manifest.digest for answer in answers):
-            failed = (AckStatus.FAILED, "a worker answers with another digest")
         if failed is None:
-            self._version, self._digest, self._broken = update.manifest.version, update.manifest.digest, ""
+            self._version, self._broken = update.manifest.version, ""
             await self._resubmit_untouched()
-        else:
-            self._digest = 0
+        elif self._updates.digest == 0:
             self._broken = f"Nothing is served after a failed update, until a full update succeeds: {failed[1]}"
+            failed = (AckStatus.FAILED, self._broken)
             await self._abort_all()
         if not self._held:
             await self._go_on()
         pause_s = time.monotonic() - started
-        return self._ack(failed[0] if failed else AckStatus.SERVING, self._broken, pause_s, apply_s)
+        return self._ack(*(failed or (AckStatus.SERVING, "")), pause_s, apply_s)
 
     async def _resubmit_untouched(self) -> None:
         """Requests without a token start again, so that nothing of theirs was computed under the old version."""
@@ -283,16 +285,8 @@ class VllmBackend:
         return WeightAck(
             version=self._version,
             status=status,
-            digest=self._digest,
+            digest=0 if self._updates is None else self._updates.digest,
             message=message,
             pause_s=pause_s,
             apply_s=apply_s,
         )
-
-
-def _worst(answers: list[list[Any]]) -> tuple[AckStatus, str] | None:
-    """The first answer that is not SERVING, or None."""
-    for rank, (status, message, _) in enumerate(answers):
-        if status != AckStatus.SERVING:
-            return AckStatus(status), f"Worker {rank}: {message}"
-    return None

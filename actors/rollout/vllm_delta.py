@@ -78,6 +78,10 @@ class DeltaReceiver:
         self._staging = self._pool.submit(self._stage, self._scatter, message)
         return [int(AckStatus.SERVING), "", self.digest]
 
+    def staging(self) -> bool:
+        """Whether it is still being prepared; returns at once, so that the worker can go on generating meanwhile."""
+        return self._staging is not None and not self._staging.done()
+
     def staged(self) -> Answer:
         """Wait until the staged update is ready; why it is refused, if it is."""
         return self._answered(lambda: self._await_staged() and "", "staged")
@@ -182,6 +186,8 @@ class DeltaReceiver:
         return self._staging.result()
 
     def _apply(self) -> str:
+        # What may be taken back from here on is this update, never the one before.
+        self._applied = None
         staged, digest = self._await_staged()
         assert self._scatter is not None
         self._staging = None

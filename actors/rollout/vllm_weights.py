@@ -221,6 +221,10 @@ class WeightReceiver:
         """Begin to prepare a change file."""
         return self._deltas().stage(message)
 
+    def headrace_staging(self) -> bool:
+        """Whether it is still being prepared."""
+        return self._deltas().staging()
+
     def headrace_staged(self) -> Answer:
         """Wait for it."""
         return self._deltas().staged()

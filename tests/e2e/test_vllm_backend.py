@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,13 @@ from headrace.engine.config.schema import Config
 from headrace.engine.errors import UsageError, WeightUpdateError
 from headrace.engine.interfaces import InferenceBackend
 from headrace.engine.testing.check_inference import InferenceCase, check_inference_backend
+from headrace.engine.testing.delta_samples import (
+    damaged_copy,
+    flipped_signs,
+    make_change_update,
+    make_keyframe,
+    state_of,
+)
 from headrace.engine.types import (
     AckStatus,
     FinishReason,
@@ -271,7 +279,7 @@ async def test_version_on_success_a_refused_update_changes_nothing(vllm_engine: 
         AckStatus.WRONG_BASE: [
             msgspec.structs.replace(
                 good,
-                manifest=msgspec.structs.replace(good.manifest, kind=UpdateKind.DELTA, base=PolicyVersion(0, served)),
+                manifest=msgspec.structs.replace(good.manifest, kind=UpdateKind.DELTA, base=PolicyVersion(1, served)),
             )
         ],
     }
@@ -283,6 +291,51 @@ async def test_version_on_success_a_refused_update_changes_nothing(vllm_engine: 
     after = await collect(backend.generate(request("a", temperature=0.0, max_tokens=8)))
     # How many tokens come in one chunk is a matter of timing.
     assert (tokens(after), logprobs(after), versions(after)) == (tokens(before), logprobs(before), versions(before))
+
+
+async def test_a_delta_in_flight_is_served_as_a_full_update_of_the_same_weights_is(
+    vllm_engine: Engine, tmp_path: Path
+) -> None:
+    backend = vllm_engine.backend
+    base = vllm_engine.update(0)
+    assert (await backend.apply(base)).status is AckStatus.SERVING
+    old, new = base.manifest.version, PolicyVersion(0, base.manifest.version.version + 1)
+    vllm_engine.num_updates += 1
+    state = flipped_signs(state_of(base), share=0.01)
+    delta = make_change_update(base, state, new, tmp_path / "delta")
+    for _ in range(2):  # cached under the old version
+        await collect(backend.generate(request("warm", temperature=0.6, max_tokens=4, seed=1)))
+    damaged = await backend.apply(damaged_copy(delta, tmp_path / "damaged"))
+    assert (damaged.status, damaged.version, damaged.digest) == (AckStatus.CORRUPT, old, base.manifest.digest)
+    running = [request(f"r{i}", (i + 1, 2, 3), temperature=1.0, max_tokens=150, seed=i) for i in range(8)]
+    tasks, _ = await started(backend, *running)
+    ack = await backend.apply(delta)
+    assert (ack.status, ack.version, ack.digest) == (AckStatus.SERVING, new, delta.manifest.digest), ack.message
+    assert 0 < ack.apply_s < ack.pause_s < 5
+    model = changed_model(vllm_engine, base, state)
+    for asked, chunks in zip(running, await asyncio.gather(*tasks), strict=True):
+        assert chunks[-1].finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+        stamped = versions(chunks)
+        assert stamped == sorted(stamped)
+        assert set(stamped) <= {old.version, new.version}
+        num_old = stamped.count(old.version)
+        before = forward_logprobs(vllm_engine.model(0), asked.token_ids, tokens(chunks), 1.0)
+        np.testing.assert_allclose(logprobs(chunks)[:num_old], before[:num_old], atol=2e-3)
+        if num_old < len(stamped):
+            assert np.abs(np.array(logprobs(chunks)) - before)[num_old:].max() > 0.01
+    assert (await backend.apply(delta)).status is AckStatus.WRONG_BASE
+    asked = request("new", temperature=0.6, max_tokens=20, seed=1)
+    changed = await collect(backend.generate(asked))
+    assert set(versions(changed)) == {new.version}
+    np.testing.assert_allclose(logprobs(changed), forward_logprobs(model, PROMPT, tokens(changed), 0.6), atol=2e-3)
+    vllm_engine.num_updates += 1
+    newest = PolicyVersion(0, vllm_engine.num_updates)
+    full = make_keyframe(base, state, newest, tmp_path / "full")
+    assert full.manifest.digest == delta.manifest.digest
+    assert (await backend.apply(full)).version == newest
+    whole = await collect(backend.generate(asked))
+    assert set(versions(whole)) == {newest.version}
+    assert (tokens(whole), logprobs(whole)) == (tokens(changed), logprobs(changed))
 
 
 async def test_a_load_that_fails_half_way_stops_serving_until_a_full_update_succeeds(vllm_engine: Engine) -> None:
@@ -341,8 +394,10 @@ async def test_every_rule_of_inference_backends_holds(vllm_engine: Engine) -> No
         long_tokens=300,
         num_requests=20,
         make_update=lambda version: vllm_engine.update(1, version.version),
+        deltas=True,
     )
     await check_inference_backend(lambda: Borrowed(vllm_engine.backend), case)
+    vllm_engine.num_updates = (await vllm_engine.backend.state()).policy_version.version
 
 
 async def test_auto_takes_vllm_where_it_imports(vllm_engine: Engine) -> None:
@@ -366,6 +421,18 @@ async def test_vllms_own_weight_transfer_calls_reach_the_same_loader(vllm_engine
     assert (await engine.collective_rpc("headrace_answer"))[0] == [AckStatus.SERVING, "", update.manifest.digest]
     chunks = await collect(vllm_engine.backend.generate(request("o", (3, 2, 1), temperature=0.0, max_tokens=8)))
     assert tokens(chunks) == greedy(vllm_engine.model(6), (3, 2, 1), 8)
+
+
+def changed_model(vllm_engine: Engine, base: WeightUpdate, state: list[np.ndarray]) -> Any:
+    """The base model with the weights of another state."""
+    import torch
+
+    model = vllm_engine.model(0)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for spec, bits in zip(base.manifest.tensors, state, strict=True):
+            parameters[spec.name].copy_(torch.from_numpy(bits.view(np.float32)).reshape(spec.shape))
+    return model
 
 
 def relabel(update: WeightUpdate, tensors: tuple[TensorSpec, ...]) -> WeightUpdate:
