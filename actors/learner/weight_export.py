@@ -60,7 +60,8 @@ class TensorBits:
     """Reads tensors for the sender where they lie; on a GPU on a stream of its own, beside the next step's work."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        stream: Any = torch.cuda.Stream
+        self._stream = stream(device) if device.type == "cuda" else None
         self._ready: Any = None
 
     def made(self) -> None:

@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -250,7 +251,7 @@ class StagedPart(Generic[Array]):
         for start, local, count in shard.buckets():
             new = shard.elements[local : local + count]
             planes = sender.bits.diff(old[local : local + count], new, name_id=index, start=start)
-            encoded = pack_planes(planes, lambda new=new: sender.bits.on_host(new))
+            encoded = pack_planes(planes, partial(sender.bits.on_host, new))
             digest = (sender.digest_of(index, start) + planes.digest_change) % DIGEST_MODULUS
             part.add(index, start, encoded, digest)
             changed += len(planes.values)

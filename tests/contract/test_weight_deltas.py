@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +61,7 @@ class Hub:
     @contextlib.asynccontextmanager
     async def subscribed(
         self, name: str = "r", *, deltas: bool = True, have: PolicyVersion = START, same_host: bool = True
-    ) -> AsyncIterator["AsyncIterator[WeightUpdate]"]:
+    ) -> AsyncGenerator[AsyncIterator[WeightUpdate]]:
         """A subscription that the hub knows of."""
         call = self.stub.Subscribe(
             pb.SubscribeRequest(
@@ -86,7 +86,7 @@ class Hub:
 
 
 @contextlib.asynccontextmanager
-async def running(tmp_path: Path, num_ranks: int = 1) -> AsyncIterator[Hub]:
+async def running(tmp_path: Path, num_ranks: int = 1) -> AsyncGenerator[Hub]:
     config = Config()
     config = msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, num_ranks=num_ranks))
     clock = SystemClock()

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -45,7 +45,9 @@ def configuration(folder: Path, *, hub: str = "inproc", num_ranks: int = 1) -> C
 
 
 @contextlib.asynccontextmanager
-async def receiver(engine: Engine, folder: Path) -> AsyncIterator[tuple[WeightSubscriber, AsyncIterator[WeightUpdate]]]:
+async def receiver(
+    engine: Engine, folder: Path
+) -> AsyncGenerator[tuple[WeightSubscriber, AsyncIterator[WeightUpdate]]]:
     async with open_channel(engine.hub_address) as channel:
         stub: control_pb2_grpc.ControlServiceAsyncStub = control_pb2_grpc.ControlServiceStub(channel)  # type: ignore[assignment]
         run_id = (await stub.GetStatus(pb.GetStatusRequest())).run_id

@@ -78,7 +78,7 @@ class Trainer(ScriptedTrainer):
     def __init__(self, hub: Hub) -> None:
         super().__init__()
         self._hub = hub
-        self._state = np.arange(1000, dtype=np.uint32)
+        self._state: RawArray = np.arange(1000, dtype=np.uint32)
         self._sender: WeightSender[RawArray] = WeightSender(
             [TensorSpec(name="w", dtype="float32", shape=(1000,))],
             run_id="run",
@@ -96,7 +96,8 @@ class Trainer(ScriptedTrainer):
 
     def stage_update(self, since: PolicyVersion | None) -> StagedPart[RawArray]:
         full = self._sender.needs_keyframe(self.version, since)
-        shard = Shard(tensor_index=0, runs=((0, 1000),), elements=self._state.copy())
+        state: RawArray = self._state.copy()
+        shard = Shard(tensor_index=0, runs=((0, 1000),), elements=state)
         return self._sender.stage(self.version, [shard], full=full)
 
 

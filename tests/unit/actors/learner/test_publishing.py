@@ -12,6 +12,7 @@ from headrace.actors.learner.publishing import Publishing
 from headrace.engine.clock import SystemClock
 from headrace.engine.errors import FencedError, StorageError, WrongBaseError
 from headrace.engine.testing.scripted_trainer import ScriptedTrainer
+from headrace.engine.transport.control import Span
 from headrace.engine.types import PolicyVersion, StepBatch, UpdateKind, WeightUpdate
 from headrace.engine.weights.buckets import DeltaPart
 from headrace.engine.weights.keyframe import KeyframeWriter
@@ -105,7 +106,7 @@ def test_the_next_step_begins_while_a_version_is_being_published(tmp_path: Path)
 def test_at_most_one_is_under_way_and_the_next_starts_from_what_was_taken(tmp_path: Path) -> None:
     trainer, hub = Trainer(), Hub()
     publishing = make(trainer, hub, tmp_path)
-    spans = []
+    spans: list[Span] = []
     for _ in range(3):
         trainer.advance()
         spans += publishing.begin()
