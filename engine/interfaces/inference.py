@@ -45,7 +45,9 @@ class InferenceBackend(Protocol):
     async def apply(self, update: WeightUpdate) -> WeightAck:
         """Serve the update's version, or go on serving the old one and say why. Pauses and resumes by itself.
 
-        Never raises for a bad update: the ack's status tells.
+        A delta comes as a change file (`weights/change_update.py`); a backend may refuse all of them. Never raises for
+        a bad update: the ack's status tells. FAILED with the digest 0 says that nothing is served until a full update
+        succeeds.
         """
         ...
 

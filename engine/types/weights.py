@@ -97,7 +97,7 @@ class WeightAck(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: What the receiver serves now, whatever became of the update.
-        digest: Of the state it serves; 0 where it has applied no update yet.
+        digest: Of the state it serves; 0 where it has applied no update yet, or a failed one has left no whole state.
         pause_s: How long generation stood still.
         fetch_s: How long the payload took to arrive; 0 where it lay on the host already.
     """
