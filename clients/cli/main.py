@@ -42,6 +42,9 @@ COMMANDS = {
         takes_overrides=True,
     ),
     "reward": Command(module="headrace.clients.cli.reward", summary="serve or check a reward server"),
+    "weights": Command(
+        module="headrace.clients.cli.weights", summary="inspect, verify or compare checkpoints and weight changes"
+    ),
     "bench": Command(module="headrace.clients.cli.bench", summary="measure this installation on this machine"),
 }
 
