@@ -6,7 +6,7 @@
             ...  # train on client.samples(batch)
             if rank == 0:
                 client.commit(step, batch.lease_token)
-            client.publish_tensors(model.state_dict(), step + 1)  # or publish(part), with several ranks
+            client.publish_tensors(dict(model.named_parameters()), step + 1)  # publish(part), with several ranks
 
 The engine runs with `learner.launch = "external"`; `Engine.hub_address` says where its hub listens. All ranks see the
 same lease and plan; each gets its own records. A process that dies gives its lease back when its successor joins.
