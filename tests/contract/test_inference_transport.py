@@ -63,7 +63,7 @@ def request(name: str = "r", max_tokens: int = 300) -> GenerateRequest:
 
 
 async def test_every_rule_of_inference_backends_holds_across_grpc(server: GrpcServer, tmp_path: Path) -> None:
-    case = InferenceCase(long_tokens=300, make_update=lambda version: keyframe(tmp_path, version))
+    case = InferenceCase(long_tokens=300, make_update=lambda version: keyframe(tmp_path, version), deltas=True)
     await check_inference_backend(lambda: RemoteInferenceBackend(server.address), case)
 
 
