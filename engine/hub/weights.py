@@ -29,12 +29,14 @@ import grpc.aio
 from headrace.engine.errors import CorruptUpdateError, FencedError, HeadraceError, UsageError, WeightUpdateError
 from headrace.engine.hub.state import HubState
 from headrace.engine.hub.waits import Wait
+from headrace.engine.hub.weight_answers import report_answer
 from headrace.engine.hub.weight_files import PartFile, UpdateFiles, form_of
+from headrace.engine.hub.weight_waits import AgentWaits
 from headrace.engine.transport.channel import FRAME_BYTES
 from headrace.engine.transport.convert import version_from_proto
 from headrace.engine.transport.weights import write_at
 from headrace.engine.transport.weights_convert import ack_from_proto, manifest_from_proto, update_to_proto
-from headrace.engine.types import AckStatus, PolicyVersion, UpdateKind, WeightAck, WeightManifest, WeightUpdate
+from headrace.engine.types import AckStatus, PolicyVersion, UpdateKind, WeightManifest, WeightUpdate
 from headrace.engine.weights.chain import VersionChain
 from headrace.engine.weights.layout import num_elements
 from headrace.engine.weights.placement import open_reserved
@@ -75,6 +77,7 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
         self._receivers = ReceiverTable()
         self._offered: dict[str, WeightManifest] = {}
         self._streams: dict[str, _Stream] = {}  # the one of each receiver that counts
+        self._agent_waits = AgentWaits(state.board)
         # Version, digest and number of updates when the last version was sealed.
         self._last: tuple[PolicyVersion | None, int, int] = (None, 0, 0)
         self._num_frozen = 0
@@ -216,6 +219,7 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
                 yield pb.SubscribeResponse(update=update_to_proto(WeightUpdate(manifest=manifest, local_path=path)))
         finally:
             if self._streams.get(receiver) is mine:
+                self._agent_waits.set(receiver, ())
                 del self._streams[receiver]
                 self._offered.pop(receiver, None)
                 self._receivers.remove(receiver)
@@ -267,26 +271,22 @@ class WeightHub(weights_pb2_grpc.WeightServiceServicer):
         newest = self._chain.newest
         if newest is not None and ack.version > newest:
             raise UsageError(f"receiver {receiver!r} says that it serves version {ack.version}; the newest is {newest}")
+        reporting = self._state.reporting
         if request.agent_id:  # of a receiver that an agent serves; the agent keeps the books
-            self._report_answer(receiver, ack, moved=ack.status is AckStatus.SERVING)
+            moved = ack.status is AckStatus.SERVING
+            report_answer(reporting, receiver, ack, newest=newest, moved=moved, agent=False)
             return pb.AcknowledgeResponse()
+        stream = self._streams.get(receiver)
+        if stream is None:  # closed at the end of the run, before the answer came
+            self._state.refuse_if_ended()
         moved = self._receivers.acknowledge(receiver, ack, self._chain.digest_of(ack.version))
         self._offered.pop(receiver, None)
         self._remove_unneeded()
-        stream = self._streams.get(receiver)
-        self._report_answer(receiver, ack, moved=moved, agent=stream is not None and stream.agent)
+        is_agent = stream is not None and stream.agent
+        report_answer(reporting, receiver, ack, newest=newest, moved=moved, agent=is_agent)
         self._state.changed()
         return pb.AcknowledgeResponse()
 
-    def _report_answer(self, receiver: str, ack: WeightAck, *, moved: bool, agent: bool = False) -> None:
-        add, newest = self._state.reporting.parts.add, self._chain.newest
-        if ack.fetch_s:
-            add("weights/fetch_s", ack.fetch_s)
-        if moved and not agent:  # generation does not stand still for an agent
-            add("weights/pause_s", ack.pause_s)
-            add("weights/apply_s", ack.apply_s)
-            if newest is not None and newest.incarnation == ack.version.incarnation:
-                add("weights/lag", newest.version - ack.version.version)
-        elif ack.status is not AckStatus.SERVING:
-            why = f"{ack.status.name.lower()}: {ack.message}" if ack.message else ack.status.name.lower()
-            self._state.reporting.say(f"{receiver} goes on with version {ack.version}: {why}")
+    async def ReportWaits(self, request: pb.ReportWaitsRequest, context: "Context") -> pb.ReportWaitsResponse:
+        self._agent_waits.set(request.agent_id, request.receiver_ids)
+        return pb.ReportWaitsResponse()

@@ -133,6 +133,18 @@ class WeightSubscriber:
         """
         await self._acknowledge(receiver_id, ack, agent_id=self._receiver_id)
 
+    async def report_waits(self, receiver_ids: Sequence[str]) -> None:
+        """For an agent: tell the hub which receivers of this host wait for a newer version.
+
+        Raises:
+            ActorLostError: The hub is gone.
+        """
+        request = pb.ReportWaitsRequest(run_id=self._run_id, agent_id=self._receiver_id, receiver_ids=receiver_ids)
+        try:
+            await self._stub.ReportWaits(request, timeout=_ACK_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, "telling the hub who waits for weights") from error
+
     async def _acknowledge(self, receiver_id: str, ack: WeightAck, agent_id: str = "") -> None:
         request = pb.AcknowledgeRequest(
             run_id=self._run_id, receiver_id=receiver_id, ack=ack_to_proto(ack), agent_id=agent_id

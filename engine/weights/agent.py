@@ -81,6 +81,7 @@ class WeightAgent:
             StorageError: There is no room for the copy.
             WeightUpdateError: Too many updates in a row were damaged.
         """
+        telling = asyncio.create_task(self._tell_waits(), name="who waits")
         try:
             async for update in self._subscriber.updates(None):
                 async with self._taking:
@@ -88,6 +89,8 @@ class WeightAgent:
         except StoppedError as error:
             self._end = error
         finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
             self._end = self._end or ActorLostError("the agent of this host is ending; subscribe again")
             self._notify()
 
@@ -100,6 +103,7 @@ class WeightAgent:
     async def leave(self, stream: Stream) -> None:
         """The stream ended; what it was offered may go."""
         self._offers.leave(stream)
+        self._notify()
         await self._sweep()
 
     async def next_update(self, stream: Stream) -> WeightUpdate:
@@ -119,6 +123,7 @@ class WeightAgent:
                 await self._changed.wait()
                 continue
             self._offers.offer(stream, offer)
+            self._notify()
             try:
                 update = await self._in_thread(lambda offer=offer: self._files.make(offer, self._offers.since))
             except CorruptUpdateError as error:
@@ -188,6 +193,19 @@ class WeightAgent:
             if self._files.shadow.version is None:
                 ack = WeightAck(version=PolicyVersion(0, 0), status=AckStatus.WRONG_BASE, message=str(error))
                 await self._subscriber.acknowledge(ack)
+
+    async def _tell_waits(self) -> None:
+        """Keep the hub informed of who waits, so that people who ask it get an answer."""
+        told: list[str] = []
+        while True:
+            changed, waiting = self._changed, self._offers.waiting()
+            if waiting != told:
+                try:
+                    await self._subscriber.report_waits(waiting)
+                    told = waiting
+                except HeadraceError as error:  # tried again with the next change
+                    log.warning("%s", error)
+            await changed.wait()
 
     async def _sweep(self) -> None:
         needed = self._offers.needed()

@@ -103,6 +103,9 @@ class AgentServicer(weights_pb2_grpc.WeightServiceServicer):
     ) -> pb.PublishResponse:
         raise UsageError("weights are published at the hub, not at an agent")
 
+    async def ReportWaits(self, request: pb.ReportWaitsRequest, context: "Context") -> pb.ReportWaitsResponse:
+        raise UsageError("waits are reported to the hub, not to an agent")
+
     async def Fetch(self, request: pb.FetchRequest, context: "Context") -> AsyncIterator[pb.FetchResponse]:
         raise UsageError("an agent's payloads are files of its host; fetch from the hub")
         yield pb.FetchResponse()

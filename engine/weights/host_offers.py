@@ -162,6 +162,14 @@ class HostOffers:
         """Why its last update failed."""
         return self._receivers.failure(receiver)
 
+    def waiting(self) -> list[str]:
+        """Receivers that have answered and have nothing to do until the host gets a newer version."""
+        return sorted(
+            stream.receiver
+            for stream in self._streams.values()
+            if stream.offer is None and self.next_for(stream) is None
+        )
+
     def needed(self) -> set[Offer]:
         """Offers that are out, whose files have to stay."""
         return {stream.offer for stream in self._streams.values() if stream.offer is not None}

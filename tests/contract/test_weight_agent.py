@@ -53,6 +53,7 @@ class FaultyHub(weights_pb2_grpc.WeightServiceServicer):
         self.Publish = hub.Publish  # type: ignore[method-assign]
         self.Subscribe = hub.Subscribe  # type: ignore[method-assign]
         self.Acknowledge = hub.Acknowledge  # type: ignore[method-assign]
+        self.ReportWaits = hub.ReportWaits  # type: ignore[method-assign]
 
     async def Fetch(self, request: pb.FetchRequest, context: object) -> AsyncIterator[pb.FetchResponse]:
         fault = self._rng.choice(FAULTS) if self._rng.random() < self.rate else ""
@@ -378,6 +379,24 @@ async def test_the_hub_hears_what_receivers_answer(tmp_path: Path) -> None:
         assert values["weights/fetch_s"] > 0
     log = (host.state.reporting.folder.path / "log.txt").read_text()
     assert log.count("rollout-0 goes on with version 1: corrupt:") == 1
+
+
+async def test_the_hub_can_say_who_waits_for_weights(tmp_path: Path) -> None:
+    async with running(tmp_path) as host:
+
+        def waiting() -> set[str]:
+            return {wait.member for wait in host.state.board.listing() if wait.waits_for == "a newer version"}
+
+        async with host.agent():
+            async with workers(host, 2) as (worker, _):
+                await until(lambda: waiting() == {"agent-0", "rollout-0", "rollout-1"})
+                worker.gate.clear()
+                await host.publish()
+                await until(lambda: waiting() == {"agent-0", "rollout-1"})
+                worker.gate.set()
+                await until(lambda: waiting() == {"agent-0", "rollout-0", "rollout-1"})
+            await until(lambda: waiting() == {"agent-0"})
+        await until(lambda: waiting() == set())
 
 
 async def test_a_receiver_that_fails_again_and_again_is_given_up(tmp_path: Path) -> None:

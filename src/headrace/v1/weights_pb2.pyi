@@ -555,3 +555,46 @@ class AcknowledgeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AcknowledgeResponse: _TypeAlias = AcknowledgeResponse  # noqa: Y015
+
+@_typing.final
+class ReportWaitsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    RECEIVER_IDS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    agent_id: _builtins.str
+    @_builtins.property
+    def receiver_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """All that wait now; those of an earlier report that are missing wait no more."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        agent_id: _builtins.str = ...,
+        receiver_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "receiver_ids", b"receiver_ids", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportWaitsRequest: _TypeAlias = ReportWaitsRequest  # noqa: Y015
+
+@_typing.final
+class ReportWaitsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportWaitsResponse: _TypeAlias = ReportWaitsResponse  # noqa: Y015

@@ -55,6 +55,11 @@ class WeightServiceStub(object):
                 request_serializer=headrace_dot_v1_dot_weights__pb2.AcknowledgeRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_weights__pb2.AcknowledgeResponse.FromString,
                 _registered_method=True)
+        self.ReportWaits = channel.unary_unary(
+                '/headrace.v1.WeightService/ReportWaits',
+                request_serializer=headrace_dot_v1_dot_weights__pb2.ReportWaitsRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_weights__pb2.ReportWaitsResponse.FromString,
+                _registered_method=True)
 
 
 class WeightServiceServicer(object):
@@ -89,6 +94,13 @@ class WeightServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportWaits(self, request, context):
+        """An agent says which receivers of its host wait for a newer version than it has; for those who ask why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_WeightServiceServicer_to_server(servicer, server):
                     servicer.Acknowledge,
                     request_deserializer=headrace_dot_v1_dot_weights__pb2.AcknowledgeRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_weights__pb2.AcknowledgeResponse.SerializeToString,
+            ),
+            'ReportWaits': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportWaits,
+                    request_deserializer=headrace_dot_v1_dot_weights__pb2.ReportWaitsRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_weights__pb2.ReportWaitsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +239,33 @@ class WeightService(object):
             '/headrace.v1.WeightService/Acknowledge',
             headrace_dot_v1_dot_weights__pb2.AcknowledgeRequest.SerializeToString,
             headrace_dot_v1_dot_weights__pb2.AcknowledgeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportWaits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.WeightService/ReportWaits',
+            headrace_dot_v1_dot_weights__pb2.ReportWaitsRequest.SerializeToString,
+            headrace_dot_v1_dot_weights__pb2.ReportWaitsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class WeightServiceStub:
     """Streams the named buckets of a sealed version; ask again for what is missing after a break."""
     Acknowledge: _grpc.UnaryUnaryMultiCallable[_weights_pb2.AcknowledgeRequest, _weights_pb2.AcknowledgeResponse]
     """Says that a receiver serves a version, or why it does not."""
+    ReportWaits: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ReportWaitsRequest, _weights_pb2.ReportWaitsResponse]
+    """An agent says which receivers of its host wait for a newer version than it has; for those who ask why."""
 
 @_typing.type_check_only
 class WeightServiceAsyncStub(WeightServiceStub):
@@ -55,6 +57,8 @@ class WeightServiceAsyncStub(WeightServiceStub):
     """Streams the named buckets of a sealed version; ask again for what is missing after a break."""
     Acknowledge: _aio.UnaryUnaryMultiCallable[_weights_pb2.AcknowledgeRequest, _weights_pb2.AcknowledgeResponse]  # type: ignore[assignment]
     """Says that a receiver serves a version, or why it does not."""
+    ReportWaits: _aio.UnaryUnaryMultiCallable[_weights_pb2.ReportWaitsRequest, _weights_pb2.ReportWaitsResponse]  # type: ignore[assignment]
+    """An agent says which receivers of its host wait for a newer version than it has; for those who ask why."""
 
 class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
     """The weight chain: learner ranks publish parts, receivers subscribe and fetch."""
@@ -90,5 +94,13 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.AcknowledgeResponse, _abc.Awaitable[_weights_pb2.AcknowledgeResponse]]:
         """Says that a receiver serves a version, or why it does not."""
+
+    @_abc_1.abstractmethod
+    def ReportWaits(
+        self,
+        request: _weights_pb2.ReportWaitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.ReportWaitsResponse, _abc.Awaitable[_weights_pb2.ReportWaitsResponse]]:
+        """An agent says which receivers of its host wait for a newer version than it has; for those who ask why."""
 
 def add_WeightServiceServicer_to_server(servicer: WeightServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
