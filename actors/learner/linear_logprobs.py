@@ -15,11 +15,19 @@ The outer loop goes over the vocabulary: each word's row of the weight is read, 
 the gradient of the weight needs no second buffer, and with 16-bit weights only a float32 block of one.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.actors.learner.logit_blocks import (
+    LogitBlocks,
+    LogitGradient,
+    add_product,
+    columns_of,
+    operand,
+    slices,
+    working_dtype,
+)
 from headrace.engine.errors import InputError
 
 if TYPE_CHECKING:
@@ -87,7 +95,7 @@ def linear_logprobs(
             f"chunk_tokens is {chunk_tokens}, chunk_vocab {chunk_vocab} and softcap {softcap}: the chunks must be at "
             "least 1, and a soft-cap above 0"
         )
-    blocks = _Blocks(softcap, min(chunk_tokens, num_tokens), min(chunk_vocab, num_words))
+    blocks = LogitBlocks(softcap, min(chunk_tokens, num_tokens), min(chunk_vocab, num_words))
     score: Any = _LinearLogprobs.apply  # untyped in torch
     logprobs, entropies = score(hidden, weight, bias, token_ids, temperature, blocks)
     return logprobs, entropies
@@ -115,27 +123,6 @@ def _check(hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: Tenso
             raise InputError(f"token ids go from {low} to {high}: the vocabulary has {weight.shape[0]} words")
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    softcap: float | None
-    chunk_tokens: int
-    chunk_vocab: int
-
-    def buffer(self, like: Tensor) -> Tensor:
-        return like.new_empty(self.chunk_tokens * self.chunk_vocab)
-
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Logits of a block before the temperature, [rows, words], in `out`."""
-        rows, words = hidden.shape[0], weight.shape[0]
-        logits = out[: rows * words].view(rows, words)
-        _add_product(logits, hidden, weight.t(), first=True)
-        if bias is not None:
-            logits += bias
-        if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits
-
-
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -145,20 +132,20 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         token_ids: Tensor,
         temperature: Tensor,
-        blocks: _Blocks,
+        blocks: LogitBlocks,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        states, scale = _operand(hidden), temperature.to(_working_dtype(hidden))
+        states, scale = operand(hidden), temperature.to(working_dtype(hidden))
         # Of the words so far, a token: largest logit, sum of exponentials below it, first moment of logit minus it.
         peak = scale.new_full(scale.shape, _LOWEST)
         total, moment = torch.zeros_like(peak), torch.zeros_like(peak)
         chosen = torch.full_like(peak, torch.nan)
         first, second = blocks.buffer(scale), blocks.buffer(scale)
-        for words in _chunks(weight.shape[0], blocks.chunk_vocab):
-            part, offset = _operand(weight[words]), None if bias is None else bias[words]
-            for rows in _chunks(hidden.shape[0], blocks.chunk_tokens):
+        for words in slices(weight.shape[0], blocks.chunk_vocab):
+            part, offset = operand(weight[words]), None if bias is None else bias[words]
+            for rows in slices(hidden.shape[0], blocks.chunk_tokens):
                 logits = blocks.logits(states[rows], part, offset, first)
-                column, inside = _columns(token_ids[rows], words)
+                column, inside = columns_of(token_ids[rows], words)
                 here = logits.gather(1, column[:, None]).squeeze(1) / scale[rows]
                 chosen[rows] = torch.where(inside, here, chosen[rows])
                 new_peak = torch.maximum(peak[rows], logits.amax(1) / scale[rows])
@@ -185,27 +172,27 @@ class _LinearLogprobs(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         if of_logprobs is None and of_entropies is None:
             return None, None, None, None, None, None
-        gradient = _LogitGradient(ctx.blocks, token_ids, temperature, log_sums, entropies, of_logprobs, of_entropies)
-        states = _operand(hidden)
+        gradient = LogitGradient(ctx.blocks, token_ids, temperature, log_sums, entropies, of_logprobs, of_entropies)
+        states = operand(hidden)
         of_hidden = torch.zeros_like(hidden, dtype=log_sums.dtype) if wants_hidden else None
         of_weight = torch.zeros_like(weight) if wants_weight else None
         of_bias = torch.zeros_like(bias, dtype=log_sums.dtype) if wants_bias else None
-        for words in _chunks(weight.shape[0], ctx.blocks.chunk_vocab):
-            part, offset = _operand(weight[words]), None if bias is None else bias[words]
+        for words in slices(weight.shape[0], ctx.blocks.chunk_vocab):
+            part, offset = operand(weight[words]), None if bias is None else bias[words]
             of_part = None
             if of_weight is not None:
                 of_part = of_weight[words]
                 if of_part.dtype != log_sums.dtype:
                     of_part = torch.zeros_like(of_part, dtype=log_sums.dtype)
-            for rows in _chunks(hidden.shape[0], ctx.blocks.chunk_tokens):
+            for rows in slices(hidden.shape[0], ctx.blocks.chunk_tokens):
                 block = gradient.block(states[rows], part, offset, rows, words)
                 if of_bias is not None:
                     of_bias[words] += block.sum(0)
                 factor = gradient.rounded(block, states.dtype)
                 if of_hidden is not None:
-                    _add_product(of_hidden[rows], factor, part)
+                    add_product(of_hidden[rows], factor, part)
                 if of_part is not None:
-                    _add_product(of_part, factor.t(), states[rows], first=rows.start == 0)
+                    add_product(of_part, factor.t(), states[rows], first=rows.start == 0)
             if of_weight is not None and of_part is not None and of_part.dtype != of_weight.dtype:
                 of_weight[words] = of_part
         return (
@@ -216,95 +203,3 @@ class _LinearLogprobs(torch.autograd.Function):
             None,
             None,
         )
-
-
-class _LogitGradient:
-    """d loss / d logits before the temperature, block by block.
-
-    With z = logits / temperature and p = softmax(z): d logp(id) / dz = onehot(id) - p; dH / dz = -p (log p + H).
-    """
-
-    def __init__(
-        self,
-        blocks: _Blocks,
-        token_ids: Tensor,
-        temperature: Tensor,
-        log_sums: Tensor,
-        entropies: Tensor,
-        of_logprobs: Tensor | None,
-        of_entropies: Tensor | None,
-    ) -> None:
-        self._blocks = blocks
-        self._token_ids = token_ids
-        self._scale = temperature.to(log_sums.dtype)
-        self._log_sums, self._entropies = log_sums, entropies
-        # Both are divided by the temperature once, here, and not again for each word.
-        self._of_logprobs = None if of_logprobs is None else of_logprobs / self._scale
-        self._of_entropies = None if of_entropies is None else of_entropies / self._scale
-        self._buffers = [blocks.buffer(log_sums) for _ in range(2 if blocks.softcap is None else 3)]
-
-    def block(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, words: slice) -> Tensor:
-        """[rows, words]; valid until the next call."""
-        logits = self._blocks.logits(hidden, weight, bias, self._buffers[0])
-        slope = None
-        if self._blocks.softcap is not None:  # d cap(z) / dz = 1 - (cap(z) / softcap)^2
-            slope = torch.div(logits, self._blocks.softcap, out=self._buffers[2][: logits.numel()].view_as(logits))
-            slope.square_().neg_().add_(1)
-        log_p = torch.addcdiv(-self._log_sums[rows, None], logits, self._scale[rows, None], out=logits)
-        gradient = torch.exp(log_p, out=self._buffers[1][: log_p.numel()].view_as(log_p))
-        if self._of_entropies is not None:
-            # -p (of_logprobs + of_entropies (log p + H)), in one pass over log p and one over p.
-            slope_of_log_p = -self._of_entropies[rows]
-            constant = slope_of_log_p * self._entropies[rows]
-            if self._of_logprobs is not None:
-                constant = constant - self._of_logprobs[rows]
-            gradient.mul_(torch.addcmul(constant[:, None], log_p, slope_of_log_p[:, None], out=log_p))
-        else:
-            assert self._of_logprobs is not None, "one of the two is differentiated"
-            gradient.mul_(-self._of_logprobs[rows, None])
-        if self._of_logprobs is not None:
-            column, inside = _columns(self._token_ids[rows], words)
-            gradient.scatter_add_(1, column[:, None], (self._of_logprobs[rows] * inside)[:, None])
-        return gradient if slope is None else gradient.mul_(slope)
-
-    def rounded(self, block: Tensor, dtype: torch.dtype) -> Tensor:
-        """The last block in another dtype, in a buffer that it needs no more; valid until the next one."""
-        if block.dtype == dtype:
-            return block
-        return self._buffers[0].view(dtype)[: block.numel()].view_as(block).copy_(block)
-
-
-def _columns(token_ids: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """Each token's column in a block of words, clamped into it, and whether it is really there."""
-    column = token_ids - words.start
-    last = words.stop - words.start - 1
-    return column.clamp(0, last), (column >= 0) & (column <= last)
-
-
-def _working_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _operand(tensor: Tensor) -> Tensor:
-    """A factor of a matrix product: bfloat16 stays as it is where the device sums its products in float32.
-
-    CPUs round such products to bfloat16, and so does torch before 2.8, which cannot be asked for another result.
-    float16 is widened everywhere: small gradients would vanish in it.
-    """
-    if tensor.dtype == torch.bfloat16 and tensor.device.type == "cuda" and torch.__version__ >= "2.8":
-        return tensor
-    return tensor.to(_working_dtype(tensor))
-
-
-def _add_product(target: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
-    """target += left @ right, in the target's dtype; with `first`, what the target holds is overwritten."""
-    if left.dtype == target.dtype:
-        target.addmm_(left, right, beta=0 if first else 1)
-    elif first:
-        torch.mm(left, right, out_dtype=target.dtype, out=target)
-    else:
-        target += torch.mm(left, right, out_dtype=target.dtype)
-
-
-def _chunks(total: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]

@@ -67,8 +67,8 @@ def open_weights(path: Path) -> Checkpoint | Changes:
         return Checkpoint(path=path, tensors=tensors)
     if not path.is_file():
         raise UsageError(f"there is no {path}; give a change file, a .safetensors file or a checkpoint's folder")
-    with path.open("rb") as file:
-        magic = file.read(len(MAGIC))
+    with path.open("rb") as opened:
+        magic = opened.read(len(MAGIC))
     if magic == MAGIC:
         table, changes = read_change_file(path)
         return Changes(path=path, table=table, changes=tuple(changes))

@@ -27,9 +27,10 @@ import xxhash
 
 from headrace.engine.errors import CorruptUpdateError, InputError, StorageError
 from headrace.engine.types import PolicyVersion
+from headrace.engine.weights.ulp import RawArray
 
 PositionArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-ValueArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+ValueArray = RawArray
 
 MAGIC = b"HRCHANGE"
 _FORMAT = 1
