@@ -12,6 +12,7 @@ Invariants:
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -125,7 +126,7 @@ class WeightAgent:
             self._offers.offer(stream, offer)
             self._notify()
             try:
-                update = await self._in_thread(lambda offer=offer: self._files.make(offer, self._offers.since))
+                update = await self._in_thread(functools.partial(self._files.make, offer, self._offers.since))
             except CorruptUpdateError as error:
                 self._offers.withdraw(stream)
                 await self._resync(error)

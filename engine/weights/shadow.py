@@ -214,7 +214,7 @@ class Shadow:
         self.version = None
         touched: list[Touched] = []
         for number, bucket in self._changed(manifest):
-            change = held.pop(number, None) or self._decode(bucket, payload)[0]
+            change = held.pop(number) if number in held else self._decode(bucket, payload)[0]
             apply_change(self._bucket(bucket), change)
             touched.append(_touched(bucket, change.positions))
         self.version, self.digest = manifest.version, manifest.digest
