@@ -59,6 +59,7 @@ class Actors:
             "run_id": state.run_id,
             "agent_id": _AGENT,
             "folder": str(Path(state.payload_dir) / _AGENT),
+            "fallback": str(state.reporting.folder.path / "weights" / _AGENT),
         }
         self._keep(_AGENT, "headrace.engine.weights.agent_service:main", arguments)
         for rank in range(state.config.rollout.num_workers):

@@ -48,18 +48,27 @@ _Answer = TypeVar("_Answer")
 class WeightAgent:
     """One host's receivers of weights, and the copy that they are served from. For one event loop."""
 
-    def __init__(self, subscriber: WeightSubscriber, folder: Path, run_id: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        subscriber: WeightSubscriber,
+        folder: Path,
+        run_id: str,
+        *,
+        fallback: Path | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         """Prepare.
 
         Args:
             subscriber: Our own line to the hub; it takes deltas.
             folder: Ours alone; what is there is removed.
             run_id: Receivers of another run are refused.
+            fallback: Takes what finds no room in `folder`; ours alone, too.
             clock: Times the application of updates.
         """
         self.run_id = run_id
         self._subscriber = subscriber
-        self._files = HostFiles(folder, run_id)
+        self._files = HostFiles(folder, run_id, fallback)
         self._offers = HostOffers()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._clock = clock or SystemClock()
@@ -164,19 +173,20 @@ class WeightAgent:
     async def _take(self, update: WeightUpdate) -> WeightAck:
         """Move the copy, or say why not."""
         begin_s = self._clock.monotonic()
-        shadow, manifest = self._files.shadow, update.manifest
+        manifest = update.manifest
         try:
             touched = await self._in_thread(lambda: self._files.apply(update))
             self._num_taken += 1
             if self._num_taken % _AUDIT_EVERY == 0:
-                await self._in_thread(shadow.audit)
+                await self._in_thread(self._files.shadow.audit)
         except (WrongBaseError, CorruptUpdateError) as error:
             log.warning("weights %s were not taken: %s", manifest.version, error)
-            if shadow.version is None:
+            has = self._files.shadow.version
+            if has is None:
                 self._offers.lost()
             status = AckStatus.WRONG_BASE if isinstance(error, WrongBaseError) else AckStatus.CORRUPT
-            return WeightAck(version=shadow.version or PolicyVersion(0, 0), status=status, message=str(error))
-        self._offers.moved(manifest.version, manifest.digest, touched, shadow.num_bytes)
+            return WeightAck(version=has or PolicyVersion(0, 0), status=status, message=str(error))
+        self._offers.moved(manifest.version, manifest.digest, touched, self._files.shadow.num_bytes)
         self._notify()
         await self._sweep()
         return WeightAck(

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _GRACE_S = 1.0
 
 
-def main(hub: str, address: str, run_id: str, agent_id: str, folder: str, same_host: bool = True) -> None:
+def main(
+    hub: str, address: str, run_id: str, agent_id: str, folder: str, fallback: str = "", same_host: bool = True
+) -> None:
     """Serve the receivers of this host until the run ends. Entry of the child process.
 
     Args:
@@ -33,6 +35,7 @@ def main(hub: str, address: str, run_id: str, agent_id: str, folder: str, same_h
         run_id: Of the run.
         agent_id: Unique within the run.
         folder: Takes the copy of the state and the files made from it; ours alone, best in shared memory.
+        fallback: Likewise, on a disk; for what finds no room in `folder`.
         same_host: The hub shares our file system.
 
     Raises:
@@ -40,11 +43,19 @@ def main(hub: str, address: str, run_id: str, agent_id: str, folder: str, same_h
         StorageError: There is no room for the copy.
         WeightUpdateError: Too many updates in a row were damaged.
     """
-    asyncio.run(run_agent(hub, address, run_id, agent_id, Path(folder), same_host=same_host))
+    other = Path(fallback) if fallback else None
+    asyncio.run(run_agent(hub, address, run_id, agent_id, Path(folder), fallback=other, same_host=same_host))
 
 
 async def run_agent(
-    hub: str, address: str, run_id: str, agent_id: str, folder: Path, *, same_host: bool = True
+    hub: str,
+    address: str,
+    run_id: str,
+    agent_id: str,
+    folder: Path,
+    *,
+    fallback: Path | None = None,
+    same_host: bool = True,
 ) -> None:
     """As `main`, on this event loop. Cancelling ends it; the folder is removed."""
     async with open_channel(hub) as channel:
@@ -57,7 +68,7 @@ async def run_agent(
             deltas=True,
             agent=True,
         )
-        agent = WeightAgent(subscriber, folder, run_id)
+        agent = WeightAgent(subscriber, folder, run_id, fallback=fallback)
         try:
             async with serving([agent_service(agent)], address, grace_s=_GRACE_S):
                 await agent.follow()

@@ -5,11 +5,13 @@ Invariants:
 1. A file that was handed out never changes; it goes away when no offer needs it. Who has it mapped keeps its bytes.
 2. A file is made from the version that the offer names, or not at all.
 3. A keyframe that came as a file is handed on as it is, under a name of our own.
+4. Where the folder has no room, the fallback takes what comes from then on; that is slower, and said once.
 
 Every method blocks. All are called from one thread at a time.
 """
 
 import contextlib
+import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace.engine.errors import StorageError
 from headrace.engine.types import PolicyVersion, TensorSpec, UpdateKind, WeightManifest, WeightUpdate
 from headrace.engine.weights.change_log import Touched
 from headrace.engine.weights.changes import PositionArray, WeightChange, write_changes
@@ -25,28 +28,42 @@ from headrace.engine.weights.host_offers import Offer
 from headrace.engine.weights.layout import layout_hash, num_elements
 from headrace.engine.weights.shadow import Shadow
 
+log = logging.getLogger(__name__)
+
 _INT32_ELEMENTS = 1 << 31
 
 
 class HostFiles:
     """A folder of our own with the copy of the state and the files made from it."""
 
-    def __init__(self, folder: Path, run_id: str) -> None:
-        """Make `folder` empty: what an agent that died has left there is removed.
+    def __init__(self, folder: Path, run_id: str, fallback: Path | None = None) -> None:
+        """Make the folder, empty: what an agent that died has left there is removed.
+
+        Args:
+            folder: Ours alone; best in shared memory.
+            run_id: Stands in what is made.
+            fallback: Another one, for when the first is full.
 
         Raises:
-            OSError: The folder cannot be made.
+            StorageError: The folder cannot be made.
         """
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
-        self._folder = folder
+        self._folders = [folder] if fallback is None else [folder, fallback]
+        for old in self._folders:
+            shutil.rmtree(old, ignore_errors=True)
+        self._folder = _made(folder)
         self._run_id = run_id
         self._made: dict[Offer, WeightUpdate] = {}
         self.shadow = Shadow(folder / "shadow.bin")
 
     def apply(self, update: WeightUpdate) -> list[Touched] | None:
         """See `Shadow.apply`."""
-        touched = self.shadow.apply(update)
+        try:
+            touched = self.shadow.apply(update)
+        except StorageError as error:
+            self._fall_back(error)
+            self.shadow.close()
+            self.shadow = Shadow(self._folder / "shadow.bin")
+            touched = self.shadow.apply(update)
         if update.manifest.kind is UpdateKind.KEYFRAME:
             self._keep(update)
         return touched
@@ -65,10 +82,11 @@ class HostFiles:
         if self.shadow.version != offer.version:
             return None
         if offer not in self._made:
-            if offer.base is None:
-                self._made[offer] = self.shadow.write_keyframe(self._path("keyframe", offer))
-            else:
-                self._made[offer] = self._write_changes(offer, offer.base, since(offer.base))
+            try:
+                self._made[offer] = self._write(offer, since)
+            except StorageError as error:
+                self._fall_back(error)
+                self._made[offer] = self._write(offer, since)
         return self._made[offer]
 
     def sweep(self, needed: Collection[Offer]) -> None:
@@ -79,7 +97,20 @@ class HostFiles:
     def close(self) -> None:
         """Remove everything. May be called twice."""
         self.shadow.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _fall_back(self, error: StorageError) -> None:
+        """Use the other folder from now on; raises the error where that is in use already, or not there."""
+        if self._folder is self._folders[-1]:
+            raise error
+        self._folder = _made(self._folders[-1])
+        log.warning("weights of this host go to %s from now on, which is slower: %s", self._folder, error)
+
+    def _write(self, offer: Offer, since: Callable[[PolicyVersion], Iterable[Touched]]) -> WeightUpdate:
+        if offer.base is None:
+            return self.shadow.write_keyframe(self._path("keyframe", offer))
+        return self._write_changes(offer, offer.base, since(offer.base))
 
     def _keep(self, update: WeightUpdate) -> None:
         offer = Offer(version=update.manifest.version, base=None)
@@ -117,6 +148,14 @@ class HostFiles:
     def _path(self, kind: str, offer: Offer) -> Path:
         base = "" if offer.base is None else f"-from-{offer.base.version}"
         return self._folder / f"{kind}-{offer.version.incarnation}-{offer.version.version}{base}.bin"
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise StorageError(f"cannot make the folder for weights {folder}: {error.strerror}") from error
+    return folder
 
 
 def _changes(shadow: Shadow, touched: Iterable[Touched]) -> Iterator[WeightChange]:
