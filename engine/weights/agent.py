@@ -34,6 +34,7 @@ from headrace.engine.errors import (
 )
 from headrace.engine.transport.weight_subscriber import WeightSubscriber
 from headrace.engine.types import AckStatus, PolicyVersion, WeightAck, WeightUpdate
+from headrace.engine.weights.change_log import PackedStep, pack_step
 from headrace.engine.weights.host_files import HostFiles
 from headrace.engine.weights.host_offers import HostOffers, Stream
 
@@ -175,7 +176,7 @@ class WeightAgent:
         begin_s = self._clock.monotonic()
         manifest = update.manifest
         try:
-            touched = await self._in_thread(lambda: self._files.apply(update))
+            changed = await self._in_thread(lambda: self._apply(update))
             self._num_taken += 1
             if self._num_taken % _AUDIT_EVERY == 0:
                 await self._in_thread(self._files.shadow.audit)
@@ -186,7 +187,7 @@ class WeightAgent:
                 self._offers.lost()
             status = AckStatus.WRONG_BASE if isinstance(error, WrongBaseError) else AckStatus.CORRUPT
             return WeightAck(version=has or PolicyVersion(0, 0), status=status, message=str(error))
-        self._offers.moved(manifest.version, manifest.digest, touched, self._files.shadow.num_bytes)
+        self._offers.moved(manifest.version, manifest.digest, changed, self._files.shadow.num_bytes)
         self._notify()
         await self._sweep()
         return WeightAck(
@@ -195,6 +196,10 @@ class WeightAgent:
             digest=manifest.digest,
             apply_s=self._clock.monotonic() - begin_s,
         )
+
+    def _apply(self, update: WeightUpdate) -> PackedStep | None:
+        touched = self._files.apply(update)
+        return None if touched is None else pack_step(touched)
 
     async def _resync(self, error: CorruptUpdateError) -> None:
         """The copy turned out to be damaged: ask the hub for a whole state, unless one has come meanwhile."""

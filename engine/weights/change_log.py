@@ -71,11 +71,32 @@ class _Run:
 _Runs = dict[tuple[int, int], list[_Run]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedStep:
+    """What changed in one step, as it is kept. Made by `pack_step`, in whatever thread."""
+
+    runs: _Runs
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     base: PolicyVersion
-    runs: _Runs
-    num_bytes: int
+    packed: PackedStep
+
+
+def pack_step(touched: Iterable[Touched]) -> PackedStep:
+    """Encode the elements that changed; ranges do not overlap. Costs time by their number."""
+    runs: _Runs = {}
+    num_bytes = _OVERHEAD_BYTES
+    for one in touched:
+        if one.positions is not None and not len(one.positions):
+            continue
+        gaps = None if one.positions is None else encode_gaps(one.positions)
+        run = _Run(one.start, one.count, one.count if one.positions is None else len(one.positions), gaps)
+        runs.setdefault((one.tensor_index, one.start // BUCKET_ELEMENTS), []).append(run)
+        num_bytes += _OVERHEAD_BYTES + (0 if gaps is None else gaps.nbytes)
+    return PackedStep(runs, num_bytes)
 
 
 class ChangeLog:
@@ -110,13 +131,13 @@ class ChangeLog:
         self._newest = version
         self._digests = {version: digest}
 
-    def record(self, version: PolicyVersion, digest: int, touched: Iterable[Touched]) -> None:
+    def record(self, version: PolicyVersion, digest: int, touched: Iterable[Touched] | PackedStep) -> None:
         """Take a step from the newest version to `version`.
 
         Args:
             version: Newer than the newest, of the same incarnation.
             digest: Of its whole state.
-            touched: The elements that changed; ranges do not overlap.
+            touched: The elements that changed; packed before where that would take too long here.
 
         Raises:
             InputError: The version does not follow the newest one.
@@ -124,22 +145,14 @@ class ChangeLog:
         newest = self._newest
         if newest is None or version.incarnation != newest.incarnation or version <= newest:
             raise InputError(f"a step to version {version} was given; it does not follow {newest}")
-        runs: _Runs = {}
-        num_bytes = _OVERHEAD_BYTES
-        for one in touched:
-            if one.positions is not None and not len(one.positions):
-                continue
-            gaps = None if one.positions is None else encode_gaps(one.positions)
-            run = _Run(one.start, one.count, one.count if one.positions is None else len(one.positions), gaps)
-            runs.setdefault((one.tensor_index, one.start // BUCKET_ELEMENTS), []).append(run)
-            num_bytes += _OVERHEAD_BYTES + (0 if gaps is None else gaps.nbytes)
-        self._steps.append(_Step(newest, runs, num_bytes))
-        self._num_bytes += num_bytes
+        packed = touched if isinstance(touched, PackedStep) else pack_step(touched)
+        self._steps.append(_Step(newest, packed))
+        self._num_bytes += packed.num_bytes
         self._newest = version
         self._digests[version] = digest
         while self._num_bytes > self.limit_bytes and len(self._steps) > 1:
             gone = self._steps.popleft()
-            self._num_bytes -= gone.num_bytes
+            self._num_bytes -= gone.packed.num_bytes
             del self._digests[gone.base]
 
     def knows(self, version: PolicyVersion) -> bool:
@@ -159,8 +172,8 @@ class ChangeLog:
         if not self.knows(version):
             raise InputError(f"the changes since version {version} are not known; send the whole state")
         steps = [step for step in self._steps if step.base >= version]
-        for tensor_index, block in sorted({key for step in steps for key in step.runs}):
-            runs = [run for step in steps for run in step.runs.get((tensor_index, block), ())]
+        for tensor_index, block in sorted({key for step in steps for key in step.packed.runs}):
+            runs = [run for step in steps for run in step.packed.runs.get((tensor_index, block), ())]
             yield _union(tensor_index, runs)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.engine.types import AckStatus, PolicyVersion, WeightAck
-from headrace.engine.weights.change_log import ChangeLog, Touched
+from headrace.engine.weights.change_log import ChangeLog, PackedStep, Touched
 from headrace.engine.weights.receivers import ReceiverTable
 
 # Deltas that a receiver may refuse in a row before it is offered no more of them.
@@ -70,7 +70,9 @@ class HostOffers:
 
     # The host's copy
 
-    def moved(self, version: PolicyVersion, digest: int, touched: Sequence[Touched] | None, state_bytes: int) -> None:
+    def moved(
+        self, version: PolicyVersion, digest: int, touched: Sequence[Touched] | PackedStep | None, state_bytes: int
+    ) -> None:
         """The copy has moved to `version`.
 
         Args:

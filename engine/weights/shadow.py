@@ -155,16 +155,19 @@ class Shadow:
             before = None
             self._make_room(manifest)
         self.version = None
-        touched = [self._copy(manifest, bucket, payload) for bucket in manifest.buckets]
+        copy = self._copy_all if before is None else self._copy
+        touched = [copy(manifest, bucket, payload) for bucket in manifest.buckets]
         self._run_id, self.version, self.digest = manifest.run_id, manifest.version, manifest.digest
         known = before is not None and before.incarnation == manifest.version.incarnation
         return touched if known else None
 
+    def _copy_all(self, manifest: WeightManifest, bucket: WeightBucket, payload: mmap.mmap | bytes) -> Touched:
+        self._bucket(bucket)[:] = _dense(manifest, bucket, payload)
+        return _touched(bucket, None)
+
     def _copy(self, manifest: WeightManifest, bucket: WeightBucket, payload: mmap.mmap | bytes) -> Touched:
-        dtype: np.dtype[Any] = np.dtype(raw_dtype(manifest.tensors[bucket.tensor_index].dtype))
-        new = np.frombuffer(payload, dtype, bucket.count, bucket.payload_offset)
         target = self._bucket(bucket)
-        positions, _, values = changed_elements(target, new)
+        positions, _, values = changed_elements(target, _dense(manifest, bucket, payload))
         target[positions] = values
         return _touched(bucket, positions)
 
@@ -238,6 +241,11 @@ class Shadow:
 
     def _bucket(self, bucket: WeightBucket) -> RawArray:
         return self._views[bucket.tensor_index][bucket.start : bucket.start + bucket.count]
+
+
+def _dense(manifest: WeightManifest, bucket: WeightBucket, payload: mmap.mmap | bytes) -> RawArray:
+    dtype: np.dtype[Any] = np.dtype(raw_dtype(manifest.tensors[bucket.tensor_index].dtype))
+    return np.frombuffer(payload, dtype, bucket.count, bucket.payload_offset)
 
 
 def _check_cut(manifest: WeightManifest) -> None:
