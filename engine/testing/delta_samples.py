@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 import msgspec
 import numpy as np
 
 from headrace.engine.testing.plain_weights import digest_of_state
 from headrace.engine.types import PolicyVersion, UpdateKind, WeightManifest, WeightUpdate
-from headrace.engine.weights.changes import ValueArray, WeightChange, write_changes
+from headrace.engine.weights.changes import WeightChange, write_changes
 from headrace.engine.weights.payload import KeyframeWriter, open_payload
 from headrace.engine.weights.ulp import RawArray
 
@@ -85,7 +84,7 @@ def damaged_copy(update: WeightUpdate, path: Path) -> WeightUpdate:
 def _changes(names: Sequence[str], old: State, new: State) -> Iterator[WeightChange]:
     for index, (name, before, after) in enumerate(zip(names, old, new, strict=True)):
         if index == 0:
-            yield WeightChange(name=name, values=cast("ValueArray", after))
+            yield WeightChange(name=name, values=after)
             continue
         positions = np.flatnonzero(before != after).astype(np.int32)
-        yield WeightChange(name=name, positions=positions, values=cast("ValueArray", after[positions]))
+        yield WeightChange(name=name, positions=positions, values=after[positions])

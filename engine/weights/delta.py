@@ -105,6 +105,11 @@ def encode_bucket(base: RawArray, new: RawArray) -> EncodedBucket:
     return pack_planes(diff_bucket(base, new), lambda: new)
 
 
+def dense_bucket(new: RawArray) -> EncodedBucket:
+    """A bucket written out whole, whatever its base is; `new` are its bits, shape [count]."""
+    return _encoded(BucketEncoding.DENSE, len(new), little_endian(new).tobytes())
+
+
 def pack_planes(planes: BucketPlanes, dense: Callable[[], RawArray]) -> EncodedBucket:
     """Compress planes and choose among the encodings.
 

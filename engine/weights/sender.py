@@ -6,7 +6,8 @@
 Invariants:
 
 1. The *image* is the rank's shards as they were published last, with the digest of each bucket. It moves when the hub
-   has accepted the part, and not before: a refused part leaves the image, and the next update is full.
+   has accepted the part, and not before: a refused part leaves the image, and the next update is full. It is let go
+   while the next update is going to be full anyway.
 2. At most one update is open. The shards that it was staged with are the sender's own until it is settled; then they
    are the new image, or nothing.
 3. Shards are cut into buckets at their own borders, so base and new state are cut alike. Every element of a shard is in
@@ -24,16 +25,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from headrace.engine.errors import StorageError
 from headrace.engine.types import PolicyVersion, TensorSpec, WeightPart
 from headrace.engine.weights.buckets import DeltaPart, cut_range
-from headrace.engine.weights.delta import pack_planes
-from headrace.engine.weights.digest import DIGEST_MODULUS
+from headrace.engine.weights.delta import dense_bucket, pack_planes
+from headrace.engine.weights.digest import DIGEST_MODULUS, state_digest
 from headrace.engine.weights.keyframe import KeyframeWriter
 from headrace.engine.weights.keyframe_policy import KeyframePolicy
 from headrace.engine.weights.placement import open_reserved
 from headrace.engine.weights.planes import BucketPlanes, diff_bucket
 from headrace.engine.weights.ulp import RawArray
+
+# Float32 elements that change take about three bytes each, and much longer to find and compress than to send.
+_SAMPLED_ONE_IN = 997
+_DENSE_ABOVE = 0.5
 
 # A flat array that can be cut: numpy's, or a tensor.
 Array = TypeVar("Array", bound=Any)
@@ -173,6 +180,10 @@ class WeightSender(Generic[Array]):
         manifest = written.manifest
         num_bytes = sum(bucket.payload_bytes for bucket in manifest.buckets)
         self._policy.accepted(manifest.version, full=manifest.base is None, num_bytes=num_bytes)
+        if not self._policy.may_send_delta:
+            self._image.clear()
+            self._digests.clear()
+            return
         self._image = {shard.tensor_index: shard for shard in shards}
         self._digests = {(b.tensor_index, b.start): b.state_checksum for b in manifest.buckets}
 
@@ -250,12 +261,23 @@ class StagedPart(Generic[Array]):
         old, changed = sender.base_of(shard).elements, 0
         for start, local, count in shard.buckets():
             new = shard.elements[local : local + count]
+            share = self._sampled_change(old[local : local + count : _SAMPLED_ONE_IN], new[::_SAMPLED_ONE_IN])
+            if share > _DENSE_ABOVE:
+                raw = sender.bits.on_host(new)
+                part.add(index, start, dense_bucket(raw), state_digest(index, start, raw))
+                changed += round(share * count)
+                continue
             planes = sender.bits.diff(old[local : local + count], new, name_id=index, start=start)
             encoded = pack_planes(planes, partial(sender.bits.on_host, new))
             digest = (sender.digest_of(index, start) + planes.digest_change) % DIGEST_MODULUS
             part.add(index, start, encoded, digest)
             changed += len(planes.values)
         return changed
+
+    def _sampled_change(self, old: Array, new: Array) -> float:
+        """The share of changed elements among some of a bucket; 0 for 16-bit elements, whose steps are always small."""
+        before, after = self._sender.bits.on_host(old), self._sender.bits.on_host(new)
+        return 0.0 if before.itemsize == 2 else float(np.mean(before != after))
 
 
 def _write_file(path: Path, pieces: Sequence[bytes | memoryview], size: int) -> None:

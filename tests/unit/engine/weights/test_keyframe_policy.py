@@ -56,10 +56,22 @@ def test_with_one_step_every_update_is_full() -> None:
 def test_deltas_that_outweigh_the_keyframe_end_the_chain() -> None:
     policy = KeyframePolicy(25)
     policy.accepted(at(1), full=True, num_bytes=100)
-    policy.accepted(at(2), full=False, num_bytes=100)
-    assert not policy.needs_keyframe(at(3), at(2))
-    policy.accepted(at(3), full=False, num_bytes=1)
-    assert policy.needs_keyframe(at(4), at(3))
+    policy.accepted(at(2), full=False, num_bytes=50)
+    policy.accepted(at(3), full=False, num_bytes=50)
+    assert not policy.needs_keyframe(at(4), at(3))
+    policy.accepted(at(4), full=False, num_bytes=1)
+    assert policy.needs_keyframe(at(5), at(4))
+
+
+def test_after_a_delta_that_saves_little_the_next_updates_are_full_and_then_one_is_tried_again() -> None:
+    policy = KeyframePolicy(4)
+    kinds: list[bool] = []
+    for version in range(1, 12):
+        full = policy.needs_keyframe(at(version), policy.base)
+        policy.accepted(at(version), full=full, num_bytes=100 if full else 51)
+        kinds.append(full)
+        assert policy.may_send_delta is (not policy.needs_keyframe(at(version + 1), at(version)))
+    assert kinds == [True, False, True, True, True, False, True, True, True, False, True]
 
 
 def test_no_update_between_keyframes_is_refused() -> None:
