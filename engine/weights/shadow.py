@@ -48,6 +48,10 @@ from headrace.engine.weights.ulp import RawArray
 # Decoded changes that are held between verifying and writing; what exceeds this is decoded a second time.
 _HELD_BYTES = 256 << 20
 
+# Of a whole state, which elements are looked at to see whether most of them are new.
+_SAMPLED_ONE_IN = 997
+_WHOLE_ABOVE_ONE_IN = 3
+
 
 class Shadow:
     """The state that a host has. Empty at first; the file appears with the first keyframe."""
@@ -72,8 +76,8 @@ class Shadow:
         """Move to the update's version, or refuse it and stay.
 
         Returns:
-            The elements that changed; None where the state before is of no use to say so (there was none, or it was of
-            another layout or incarnation).
+            The elements that changed; None where the state before is of no use to say so (there was none, it was of
+            another layout or incarnation, or a whole state came of which most is new).
 
         Raises:
             WrongBaseError: A delta from another version or state, or for another layout.
@@ -154,12 +158,22 @@ class Shadow:
         if self.tensors != manifest.tensors or self._mapped is None:
             before = None
             self._make_room(manifest)
+        if before is not None and self._mostly_changed(manifest, payload):
+            before = None
         self.version = None
         copy = self._copy_all if before is None else self._copy
         touched = [copy(manifest, bucket, payload) for bucket in manifest.buckets]
         self._run_id, self.version, self.digest = manifest.run_id, manifest.version, manifest.digest
         known = before is not None and before.incarnation == manifest.version.incarnation
         return touched if known else None
+
+    def _mostly_changed(self, manifest: WeightManifest, payload: mmap.mmap | bytes) -> bool:
+        """Whether a whole state serves receivers better than a list of what changed; looks at some elements."""
+        changed = sampled = 0
+        for bucket in manifest.buckets:
+            differs = self._bucket(bucket)[::_SAMPLED_ONE_IN] != _dense(manifest, bucket, payload)[::_SAMPLED_ONE_IN]
+            changed, sampled = changed + int(np.count_nonzero(differs)), sampled + len(differs)
+        return changed * _WHOLE_ABOVE_ONE_IN > sampled
 
     def _copy_all(self, manifest: WeightManifest, bucket: WeightBucket, payload: mmap.mmap | bytes) -> Touched:
         self._bucket(bucket)[:] = _dense(manifest, bucket, payload)

@@ -19,6 +19,7 @@ from headrace.engine.testing.plain_weights import (
     with_manifest,
 )
 from headrace.engine.types import AckStatus, PolicyVersion, TensorSpec, WeightUpdate
+from headrace.engine.weights.keyframe import KeyframeWriter
 from headrace.engine.weights.layout import BUCKET_ELEMENTS
 from headrace.engine.weights.shadow import Shadow
 
@@ -217,3 +218,23 @@ def test_a_copy_is_removed_with_its_owner(tmp_path: Path) -> None:
     shadow.close()
     assert not (tmp_path / "shadow").exists()
     assert shadow.tensors == PLAIN_TENSORS
+
+
+def test_a_whole_state_of_which_most_is_new_is_not_told_element_by_element(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    tensors = (TensorSpec(name="w", dtype="float32", shape=(30_000,)),)
+    first = rng.standard_normal(30_000).astype(np.float32)
+    some, most = first.copy(), first.copy()
+    some[:3_000] += 1
+    most[:15_000] += 1
+    for changed, told in ((some, True), (most, False)):
+        shadow = Shadow(tmp_path / "shadow.bin")
+        touched = None
+        for version, state in enumerate((first, changed), 1):
+            path = tmp_path / f"{told}-{version}.bin"
+            with KeyframeWriter(path, tensors, run_id="r", version=PolicyVersion(0, version)) as writer:
+                writer.write(0, 0, state.view(np.uint32))
+                touched = shadow.apply(WeightUpdate(manifest=writer.manifest(), local_path=str(path)))
+        assert (touched is not None) is told
+        assert np.array_equal(shadow.read(0, 0, 30_000), changed.view(np.uint32))
+        shadow.close()
