@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from headrace.actors.learner.controllers import Bounds, KlLearningRate
 from headrace.actors.learner.forward import PackedForward
+from headrace.actors.learner.host_memory import give_back_freed
 from headrace.actors.learner.objective import Objective
 from headrace.actors.learner.optimizer import ShardedAdamW
 from headrace.actors.learner.sharding import RankGroup, choose_device, reshard_model, shard_model
@@ -280,6 +281,8 @@ class FsdpTrainer:
 
     def _finish(self, batch: StepBatch, metrics: dict[str, float], *, skipped: bool) -> StepResult:
         self._version = self._version._replace(version=batch.step + 1)
+        if self._group.device.type == "cpu":
+            give_back_freed()
         limit = self._config.learner.max_nonfinite_steps
         if self._streak >= limit:
             raise NonFiniteStreakError(

@@ -127,11 +127,9 @@ def shard_model(model: PreTrainedModel, group: RankGroup, config: LearnerConfig)
     mesh = init_device_mesh(group.device.type, (group.num_ranks,))
     torch.nn.Module.to(model, group.device)  # transformers' own wrapper of it has no usable type
     layer_classes = set(model._no_split_modules or ())
-    # Alone, there is nobody to gather from again: keep the low-precision copies for the backward pass.
-    reshard = group.num_ranks > 1
     for module in model.modules():
         if type(module).__name__ in layer_classes:
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     return dict(model.named_parameters())
 

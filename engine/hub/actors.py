@@ -27,10 +27,6 @@ _AGENT = "agent-0"  # of the hub's own host
 _RESTARTS = 5
 _RESTART_WINDOW_S = 600.0
 
-# glibc keeps freed blocks of up to 32 MB in heaps where weights and activations lie mixed; measured on a model of 135 M
-# parameters, a learner then holds 1.6 GB more between its steps. A block of its own goes back to the system at once.
-_ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
-
 
 class Actors:
     """Spawns the children of a run and watches over them."""
@@ -74,8 +70,7 @@ class Actors:
         for rank in range(num_ranks):
             name = f"learner-{rank}"
             arguments = {"hub": self._hub, "member_id": name, "rank": rank, "rendezvous": str(rendezvous)}
-            env = allocator_environment(os.environ)
-            self._watch(name, self._spawn(name, "headrace.actors.learner.main:main", arguments, gpu=rank, env=env))
+            self._watch(name, self._spawn(name, "headrace.actors.learner.main:main", arguments, gpu=rank))
 
     def kill(self, member_id: str) -> None:
         """End a child that is lost; its watcher does the rest."""
@@ -101,15 +96,8 @@ class Actors:
         await asyncio.gather(*(child.stop(grace_s) for child in first))
         await asyncio.gather(*(child.stop(grace_s) for child in self._children.values()))
 
-    def _spawn(
-        self,
-        name: str,
-        target: str,
-        arguments: Mapping[str, object],
-        gpu: int | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> Child:
-        env = {**({} if gpu is None else gpu_environment(gpu)), **(env or {})}
+    def _spawn(self, name: str, target: str, arguments: Mapping[str, object], gpu: int | None = None) -> Child:
+        env = {} if gpu is None else gpu_environment(gpu)
         child = Child.spawn(name, target, arguments, guardian=self._guardian, log_folder=self._logs, env=env)
         self._children[name] = child
         return child
@@ -164,8 +152,3 @@ def gpu_environment(index: int, count: Callable[[], int] | None = None) -> dict[
     if num_gpus == 0 or "CUDA_VISIBLE_DEVICES" in os.environ:
         return {}
     return {"CUDA_VISIBLE_DEVICES": str(index if index < num_gpus else 0)}
-
-
-def allocator_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Settings that let a learner give freed memory back; those that the user has set stay."""
-    return {name: value for name, value in _ALLOCATOR.items() if name not in environment}
