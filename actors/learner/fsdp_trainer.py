@@ -140,7 +140,7 @@ class FsdpTrainer:
 
     @property
     def version(self) -> PolicyVersion:
-        """The version of the weights that this trainer holds."""
+        """Of the weights that this trainer holds."""
         return self._version
 
     @property
@@ -255,10 +255,10 @@ class FsdpTrainer:
         self._group.close()
 
     def _accumulate(self, batch: StepBatch) -> StepSums:
-        sums = StepSums()
-        last = len(batch.micro_batches) - 1
+        sums, last = StepSums(), len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
-            cast(FSDPModule, self._model).set_requires_gradient_sync(index == last)
+            # With one rank nothing is sent, and whole gradients that wait for the last pass would only take room.
+            cast(FSDPModule, self._model).set_requires_gradient_sync(index == last or self._group.num_ranks == 1)
             result, output = self._objective(micro_batch, batch)
             sums.add(micro_batch, result, output)
             torch.autograd.backward(output.loss * self._group.num_ranks)
