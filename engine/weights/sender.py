@@ -277,7 +277,7 @@ class StagedPart(Generic[Array]):
     def _sampled_change(self, old: Array, new: Array) -> float:
         """The share of changed elements among some of a bucket; 0 for 16-bit elements, whose steps are always small."""
         before, after = self._sender.bits.on_host(old), self._sender.bits.on_host(new)
-        return 0.0 if before.itemsize == 2 else float(np.mean(before != after))
+        return 0.0 if before.itemsize == 2 else np.count_nonzero(before != after) / max(1, len(before))
 
 
 def _write_file(path: Path, pieces: Sequence[bytes | memoryview], size: int) -> None:
